@@ -120,8 +120,8 @@ def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, nam
         form=form,
     )
 
-    def read(pages_1P, tokens):
-        return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_1P, tokens)), torch.float32)
+    def read(pages_nP, tokens):
+        return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_nP, tokens)), torch.float32)
 
     scaled = {"scale": 0.05, "softcap": form.softcap}
     own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, **scaled)
@@ -169,8 +169,8 @@ def test_a_prompt_of_codes_is_read_once_for_the_slots_that_share_it(name, q_head
         for readers in (None, prompt_readers(table, torch.ones(slots, device=DEVICE), members_of(q_heads // kv_heads)))
     )
 
-    def read(pages_1P, tokens):
-        return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_1P, tokens)), torch.float32)
+    def read(pages_nP, tokens):
+        return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_nP, tokens)), torch.float32)
 
     scaled = {"scale": 0.05, "softcap": form.softcap}
     own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, **scaled)

@@ -76,8 +76,8 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
     tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
     some = prompts > 0  # the reference needs a prompt
 
-    def read(pages_1P, tokens):
-        return gathered_prompts(stored_keys, pages_1P, tokens), gathered_prompts(stored_values, pages_1P, tokens)
+    def read(pages_nP, tokens):
+        return gathered_prompts(stored_keys, pages_nP, tokens), gathered_prompts(stored_values, pages_nP, tokens)
 
     merged = merged_parts(
         prompt_attention(query[some], table[some], prompts[some], read, scale=0.2),
@@ -224,8 +224,8 @@ def test_a_step_of_attention_caps_logits_and_adds_sinks(form, splits):
     key, value = torch.randn(2, slots, kv_heads, dim, device=DEVICE)
     places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
 
-    def read(pages_1P, tokens):
-        return gathered_prompts(stored_keys, pages_1P, tokens), gathered_prompts(stored_values, pages_1P, tokens)
+    def read(pages_nP, tokens):
+        return gathered_prompts(stored_keys, pages_nP, tokens), gathered_prompts(stored_values, pages_nP, tokens)
 
     for stored in (None, StoredPrompts(stored_keys, stored_values, table.int(), prompts)):
         state = (keys, values, places, ring, lengths, lengths)

@@ -6,11 +6,12 @@ N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D
-# head dimension, n segments of a row, or slots of a prompt; in stored prompts: R pages of the pool, P pages of a prompt, p tokens
-# of a page, t stored tokens, U = t + T
+# head dimension, n segments of a row, or prompts, m slots of a prompt; in stored prompts: R pages of the pool, P pages of a
+# prompt, p tokens of a page, t stored tokens, U = t + T
 
 import inspect
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..sizes import pages_of
 from .form import PLAIN, AttentionForm, capped, last_tokens_masked, masked_attention
 
 HALF = (torch.bfloat16, torch.float16)
@@ -106,23 +108,28 @@ def prompt_attention(
     """Return the attention output of each slot's query over its stored prompt, and the log-sum-exp of its logits, as
     `attention_part` does.
 
-    `read` returns the keys and values [1, H, T, D] of the first tokens in some pages [1, P]. Each prompt is read once for all
-    slots that attend to it.
+    `read` returns the keys and values [n, H, T, D] of the first tokens in some pages [n, P]. Each prompt is read once for all
+    slots that attend to it, and prompts with as many pages and slots are read together.
     """
-    slots_of: dict[int, list[int]] = {}
+    slots_of: dict[int, list[int]] = defaultdict(list)
     for slot, first_page in enumerate(pages_SP[:, 0].tolist()):
-        slots_of.setdefault(first_page, []).append(slot)
+        slots_of[first_page].append(slot)
+    tokens = lengths_S.tolist()
+    alike: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    for slots in slots_of.values():
+        alike[pages_of(tokens[slots[0]]), len(slots)].append(slots)
     dim = queries_SQD.shape[2]
     out_SQD, sums_SQ = torch.empty_like(queries_SQD, dtype=torch.float32), queries_SQD.new_empty(queries_SQD.shape[:2]).float()
-    for slots in slots_of.values():
-        tokens_1 = lengths_S[slots[:1]]
-        keys_1HTD, values_1HTD = read(pages_SP[slots[:1]], int(tokens_1))
-        # the queries of all slots of a group are those of one row with more query heads per kv head
-        queries_HnGD = queries_SQD[slots].unflatten(1, (keys_1HTD.shape[1], -1)).transpose(0, 1)
-        inputs = (queries_HnGD.reshape(1, -1, dim), keys_1HTD, values_1HTD, tokens_1)
+    for together in alike.values():
+        slots_nm = torch.tensor(together, device=lengths_S.device)
+        first_n = slots_nm[:, 0]
+        keys_nHTD, values_nHTD = read(pages_SP[first_n], max(tokens[slots[0]] for slots in together))
+        # the queries of all slots of a prompt are those of one row with more query heads per kv head
+        queries_nHmGD = queries_SQD[slots_nm].unflatten(2, (keys_nHTD.shape[1], -1)).transpose(1, 2)
+        inputs = (queries_nHmGD.reshape(len(together), -1, dim), keys_nHTD, values_nHTD, lengths_S[first_n])
         part = attention_part(*inputs, scale=scale, softcap=softcap)
-        out_SQD[slots] = part[0].view(queries_HnGD.shape).transpose(0, 1).flatten(1, 2)
-        sums_SQ[slots] = part[1].view(queries_HnGD.shape[:3]).transpose(0, 1).flatten(1, 2)
+        out_SQD[slots_nm] = part[0].view(queries_nHmGD.shape).transpose(1, 2).flatten(2, 3)
+        sums_SQ[slots_nm] = part[1].view(queries_nHmGD.shape[:4]).transpose(1, 2).flatten(2, 3)
     return out_SQD, sums_SQ
 
 

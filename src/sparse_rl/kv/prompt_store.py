@@ -6,7 +6,7 @@ host. `PromptStore` holds the tensors and one page table per slot.
 """
 
 # L layers, S slots, H kv heads, N pages of the pool, T tokens of a page, D head dimension, P pages of the longest prompt, M
-# written tokens, R rows of a tile ((layer, slot) pairs that are compacted together)
+# written tokens, R prompts, or rows of a tile ((layer, slot) pairs that are compacted together)
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -87,12 +87,12 @@ class PromptStore:
         for stored, new in zip(self.stored, new_1HNx, strict=True):
             stored[layer][packed.pages_M, :, packed.places_M] = new[0].transpose(0, 1)
 
-    def read(self, layer: int, pages_1P: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [1, H, T, D] of a prompt, as attention reads them."""
+    def read(self, layer: int, pages_RP: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [R, H, T, D] of prompts, as attention reads them."""
         if self.quantiser is None:  # there are no steps to gather
-            keys, values = (gathered_prompts(each[layer], pages_1P, tokens) for each in self.stored[:2])
+            keys, values = (gathered_prompts(each[layer], pages_RP, tokens) for each in self.stored[:2])
             return keys, values
-        found = self.stored.map(lambda stored: gathered_prompts(stored[layer], pages_1P, tokens))
+        found = self.stored.map(lambda stored: gathered_prompts(stored[layer], pages_RP, tokens))
         return self.quantiser.decode(layer, found, self.shape.dtype)
 
     def assign(self, pages: dict[int, list[int]]) -> None:
