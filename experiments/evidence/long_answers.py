@@ -60,7 +60,7 @@ def steps_to_reward(run: Rows) -> str:
     """Return the first step whose mean over the last five is at least REWARD."""
     curve = [(row["step"], row["reward/mean"]) for row in run if "reward/mean" in row]
     reached = (step for step, mean in smooth(curve, statistics.mean)[WINDOW - 1 :] if mean >= REWARD)
-    return f"{next(reached, 'never')}"
+    return f"{next(reached, 'not reached')}"
 
 
 def saved(row: dict[str, float]) -> float:
