@@ -83,6 +83,7 @@ def test_options_of_earlier_versions_are_read(tmp_path):
     ("most", "sentence"),
     [
         (None, r"kv.budget = 1920 .* counts the prompt.* set it to 1920 less the tokens of the longest prompt, and add"),
+        (1915, "set it to the response tokens to keep, such as half of rollout.max_tokens, and add"),
         (1112, r"set it to 808, which is 1920 less data.max_prompt_tokens, and add the line format = 2"),
     ],
 )

@@ -20,6 +20,8 @@ FORMAT = 2
 ALWAYS_WRITTEN = ("kv.policy", "kv.budget", "kv.interval", "kv.window", "kv.sinks", "kv.protect_prompt")
 """Options that files written by sparse-rl have always held. Files written by hand rarely set them all."""
 
+USUAL_LEAST = 64
+"""A smaller budget than this is hardly meant: the prompt took the old one."""
 FREE_TABLES = ("kv.options", "data.chat_template_kwargs")
 """Options whose value is a table with user-defined keys."""
 
@@ -70,6 +72,8 @@ def refuse_total_budget(options: dict[str, Any], remedy: str) -> None:
     converted = f"{budget} less the tokens of the longest prompt"
     if isinstance(budget, int) and isinstance(prompt, int) and budget > prompt:
         converted = f"{budget - prompt}, which is {budget} less data.max_prompt_tokens"
+        if budget - prompt < USUAL_LEAST:
+            converted = "the response tokens to keep, such as half of rollout.max_tokens"
     raise UserError(
         f"kv.budget = {budget} was written by an earlier version and counts the prompt. With kv.protect_prompt it now counts "
         f"response tokens: {remedy.format(converted)}."
