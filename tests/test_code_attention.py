@@ -41,7 +41,7 @@ def form_of(kind, q_heads):
         *((6, 2, 64, 3, dtype, "") for dtype in DTYPES),
         *((4, 4, 24, 1, torch.bfloat16, ""), (12, 2, 128, 1, torch.float32, ""), (4, 1, 16, 3, torch.float32, "")),
         (4, 1, 16, 1, torch.float32, "sinks"),
-        (9, 1, 132, 1, torch.bfloat16, "capped sinks"),  # two warps, and more query heads than a program has
+        (9, 1, 144, 1, torch.bfloat16, "capped sinks"),  # two warps, and more query heads than a program has
     ],
 )
 def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, splits, dtype, kind):
