@@ -226,15 +226,7 @@ def within(answer: Answer, start: int) -> slice:
 
 
 def table(found: dict) -> str:
-    """Return a Markdown table with a row for each scheme. The last columns are k3 by position, or of both kinds of answers if only
-    k3 was recorded. Bytes are then those of heads of 128 channels."""
-    if "rows" in found:
-        lines = ["| scheme | bytes | k3, one problem | k3, several |", "|---|---:|---:|---:|"]
-        for row in found["rows"]:
-            share = f"{STORAGES[row['scheme']].share(128):.3f}" if row["scheme"] in STORAGES else ""
-            both = (sum(row[key]) / len(row[key]) if row[key] else float("nan") for key in ("k3_single", "k3_long"))
-            lines.append("| " + " | ".join([row["scheme"], share, *(f"{each:.2g}" for each in both)]) + " |")
-        return "\n".join(lines)
+    """Return a Markdown table with a row for each scheme. The last columns are k3 by position."""
     starts = list(dict.fromkeys(key for row in found["results"] for key in row["positions"]))
     head = ["scheme", "answers", "bytes", "k1", "k3", "p05", "min", "rejected", *(f"k3 at {key}" for key in starts)]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
