@@ -18,11 +18,12 @@ ARMS = {
 }
 REWARD = 0.45
 """About three quarters of the way of dense training from its first reward to its last."""
+SCORED = (0, 10, 20, 30)
+"""Steps with a held-out score."""
 HEADS = (
     "cache of the sampler",
     "seeds",
-    "right before, %",
-    "after, %",
+    *(f"right at step {step}, %" for step in SCORED),
     f"steps to a reward of {REWARD}",
     "rejected at the end, %",
     "KV bytes saved, %",
@@ -36,18 +37,17 @@ def runs_of() -> dict[str, dict[int, Rows]]:
 
 
 def cells() -> list[list[str]]:
-    """Return a row for each arm: means over its seeds."""
+    """Return a row for each arm: a score of each seed, and means over the seeds."""
     rows = []
     for title, runs in runs_of().items():
-        scored = [[100 * row[DENSE] for row in run if DENSE in row] for run in runs.values()]
+        scored = [{row["step"]: f"{100 * row[DENSE]:.1f}" for row in run if DENSE in row} for run in runs.values()]
         last = [[row for row in run if "reward/mean" in row][-WINDOW:] for run in runs.values()]
         rejected = statistics.mean(100 * row["sparse/rejection_rate"] for rows in last for row in rows)
         rows.append(
             [
                 title,
                 ", ".join(map(str, runs)),
-                f"{statistics.mean(score[0] for score in scored):.1f}",
-                f"{statistics.mean(score[-1] for score in scored):.1f}",
+                *(", ".join(score[step] for score in scored if step in score) for step in SCORED),
                 ", ".join(steps_to_reward(run) for run in runs.values()),
                 f"{rejected:.1f}",
                 "" if title == "dense" else f"{100 * statistics.mean(saved(row) for rows in last for row in rows):.0f}",
@@ -69,17 +69,13 @@ def saved(row: dict[str, float]) -> float:
 
 
 def plot_long_answers(out: Path) -> None:
-    """Draw test score and rejected share over the steps, a line for each arm with the range of its seeds."""
+    """Draw test score and rejected share over the steps, a line for each run."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for number, (title, runs) in enumerate(runs_of().items()):
         colour = f"C{number}"
-        scores: dict[float, list[float]] = {}
-        for row in (row for run in runs.values() for row in run if DENSE in row):
-            scores.setdefault(row["step"], []).append(100 * row[DENSE])
-        left.plot(list(scores), [statistics.mean(each) for each in scores.values()], marker="o", color=colour, label=title)
-        left.fill_between(
-            list(scores), list(map(min, scores.values())), list(map(max, scores.values())), color=colour, alpha=0.15
-        )
+        for label, run in zip([title, *[None] * len(runs)], runs.values(), strict=False):
+            scores = {row["step"]: 100 * row[DENSE] for row in run if DENSE in row}
+            left.plot(list(scores), list(scores.values()), marker="o", color=colour, label=label)
         if title != "dense":
             draw(right, "sparse/rejection_rate", title, runs, colour)
     left.set(title="test score with a dense cache, %", xlabel="step", ylim=(0, None))
