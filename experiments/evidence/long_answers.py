@@ -1,5 +1,6 @@
 """Question L in one table and one figure: test score, rejection and memory of each arm with long answers."""
 
+import json
 import statistics
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from figures import WINDOW, draw, save, smooth
 from raw import DENSE, Rows, read
 
 QUESTION = "l-long"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
+STEP_HEADS = ("cache of the sampler", "slots", "sampling", "old log-probs", "update", "step", "peak, GiB", "planned")
 ARMS = {
     "dense": "dense",
     "dense-4bit": "all keys, 4 bits",
@@ -66,6 +69,20 @@ def steps_to_reward(run: Rows) -> str:
 def saved(row: dict[str, float]) -> float:
     """Return the share of a 16-bit cache of the live tokens that the allocated cache saves."""
     return 1 - row["kv/peak_bytes"] / row["kv/dense_bytes"]
+
+
+def step_times() -> list[list[str]]:
+    """Return a row for each arm whose step was timed under the cap: seconds of the last step."""
+    rows = []
+    for arm in ("dense", "dense-4bit", "best"):
+        record = json.loads((BENCHMARKS / f"step-1.5B-36gb-64-{arm}.json").read_text())
+        [result] = record["arms"]
+        step = result["steps"][-1]
+        sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
+        seconds = (sampling, step["old log-probs"], step["update"], step["step_s"])
+        peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
+        rows.append([ARMS[arm], f"{result['slots']}", *(f"{value:.1f}" for value in (*seconds, *peaks))])
+    return rows
 
 
 def plot_long_answers(out: Path) -> None:

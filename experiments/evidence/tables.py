@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from figures import WINDOW, budgets, plot, smooth, summary
-from long_answers import HEADS as LONG_HEADS
-from long_answers import cells as long_cells
-from long_answers import plot_long_answers
+import long_answers
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import HEADS, lines, plot_stability
 
@@ -422,7 +420,7 @@ def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "evidence.md": {
-        "long-answers": lambda: table(LONG_HEADS, long_cells()),
+        "long-answers": lambda: table(long_answers.HEADS, long_answers.cells()),
         "outcome": lambda: outcome(
             "a-collapse",
             {
@@ -466,6 +464,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
         "h-stability": lambda: table(HEADS, lines()),
         "l-course": lambda: course("l-long", 10, 30),
+        "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
         "l-health": lambda: health("l-long"),
         "l-alerts": lambda: warned("l-long"),
         "d-scores": lambda: scores("d-samples"),
@@ -517,7 +516,7 @@ def main() -> None:
     summary(DOCS / "evidence-summary.svg")
     budgets(DOCS / "evidence-b.svg")
     plot_stability(DOCS / "evidence-h.svg")
-    plot_long_answers(DOCS / "evidence-long.svg")
+    long_answers.plot_long_answers(DOCS / "evidence-long.svg")
 
 
 if __name__ == "__main__":
