@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from figures import WINDOW, budgets, plot, smooth, summary
 import long_answers
+from figures import WINDOW, budgets, plot, smooth, summary
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import HEADS, lines, plot_stability
 
