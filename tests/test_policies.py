@@ -12,6 +12,7 @@ from sparse_rl import KV, UserError
 from sparse_rl.config.kv import BUILT_IN_POLICIES, is_import_path
 from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.kv.policies import POLICIES, Policy, from_settings, get
+from sparse_rl.kv.policies.full import Full
 from sparse_rl.kv.policies.rkv import RKV
 from sparse_rl.kv.policies.streaming import Streaming
 from sparse_rl.testing import check_policy, random_statistics
@@ -167,6 +168,19 @@ def test_the_check_gives_queries_only_where_they_were_asked_for():
 def test_what_is_no_policy_is_refused(name):
     with pytest.raises(UserError, match="derive it from sparse_rl.kv.policies.Policy"):
         get(name, **({} if name == "time:time" else {"window": 4}))
+
+
+@dataclass(frozen=True)
+class KeepsAll(Full):
+    """A dense cache under another name."""
+
+
+def test_an_own_policy_that_never_evicts_is_refused():
+    """Tables would name a budget that it does not have, and plans would size its memory by that budget."""
+    told = f"Policy {__name__}:KeepsAll never evicts (evicts = False), so kv.budget has no effect: set kv.policy = full."
+    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+        from_settings(KV(policy=f"{__name__}:KeepsAll"))
+    assert not from_settings(KV(policy="full")).evicts
 
 
 @pytest.mark.parametrize(

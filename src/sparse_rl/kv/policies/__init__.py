@@ -49,6 +49,8 @@ def from_settings(kv: KV) -> Policy:
             )
     forced = {} if kv.policy == "full" else {"window": kv.recent, "sinks": kv.sinks}
     policy = get(kv.policy, **forced, **kv.options)
+    if kv.has_custom_policy and not policy.evicts:  # tables and plans take its budget for a limit
+        raise UserError(f"Policy {kv.policy} never evicts (evicts = False), so kv.budget has no effect: set kv.policy = full.")
     if kv.protect_prompt and "protected" not in signature(policy.select).parameters:
         raise UserError(
             f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select(), or set "

@@ -51,7 +51,7 @@ class Policy:
     full_precision: ClassVar[bool] = False
     """True if `scores` needs keys and values in the model's dtype. `kv.dtype` must then be auto."""
     evicts: ClassVar[bool] = True
-    """True for all policies except `full`, whose cache grows with the sequence."""
+    """False only in the built-in policy `full`, whose cache grows with the sequence. A custom policy must evict."""
 
     def __init_subclass__(cls) -> None:
         """Reset the flags that describe `scores` and `select` to their defaults in a class that overrides one of them."""
