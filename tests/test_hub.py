@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import huggingface_hub
@@ -245,6 +246,19 @@ def test_a_card_names_the_base_model_and_the_data_of_the_hub():
 def test_a_card_names_the_bits_of_the_cache(kv, cache):
     config = Config(kv=kv)
     assert f"Rollouts ran on {cache}" in model_card(config, config.sampler_kv, [], 100, "me/mine")
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"), [("dense", None), ("naive", {"policy": "full", "dtype": "8bit"})], ids=["dense", "full"]
+)
+def test_a_card_names_no_budget_of_a_cache_that_keeps_all_keys(method, kept):
+    config = Config(
+        method=method, kv={"policy": "full", "dtype": "8bit", "budget": 64, "interval": 16, "window": 4, "sinks": 2}
+    )
+    rows = [{"step": step, "kv/budget": 4096.0, "reward/mean": 0.5} for step in (1, 2)]
+    card = model_card(config, config.sampler_kv, rows, 2, "me/mine")
+    assert "budget" not in card and "| mean reward | 0.5 |" in card
+    assert tomllib.loads(card.split("```toml\n")[1].split("```")[0]).get("kv") == kept
 
 
 def test_a_card_shows_no_folder_of_the_machine(tmp_path):

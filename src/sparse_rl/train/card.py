@@ -21,6 +21,8 @@ BUCKETS = 30
 """Maximum characters of a curve."""
 MACHINE = ("run_dir", "compare", "ranks", "ray", "log")
 """Options of the machine, which a card leaves out."""
+KEEPS_ALL_OPTIONS = ("policy", "dtype")
+"""Options of the `kv` section that have an effect under kv.policy = full."""
 PATHS = {"model": ("path",), "data": ("train", "test", "dir"), "reward": ("function",)}
 """Options that may hold paths of the machine. A card shows only their last part."""
 Row = dict[str, float]
@@ -38,7 +40,7 @@ def model_card(config: Config, kv: KV, rows: Sequence[Row], step: int, name: str
         f"# {_cell(name.rpartition('/')[2])}\n\n{_summary(kv)}\n",
         _table(("", ""), _facts(config, kv, rows, step, merge)),
         _scores(kv, rows),
-        _curves(rows),
+        _curves(kv, rows),
         f"## Use\n\n{_use(kv, name, adapter)}",
         f"## Recipe\n\nOptions that differ from the defaults:\n\n```toml\n{_recipe(config)}```\n",
     ]
@@ -115,9 +117,11 @@ def _scores(kv: KV, rows: Sequence[Row]) -> str:
     return heading + _table(("set", "cache", "before", "after"), lines)
 
 
-def _curves(rows: Sequence[Row]) -> str:
+def _curves(kv: KV, rows: Sequence[Row]) -> str:
     lines = []
     for key, label in CURVES.values():
+        if key == "kv/budget" and kv.policy == "full":
+            continue  # the metric is then the longest sequence that the cache holds
         values = [row[key] for row in rows if key in row and row["step"] > 0]
         if values:
             lines.append((label, f"{values[0]:.3g}", f"`{sparkline(values)}`", f"{values[-1]:.3g}"))
@@ -154,6 +158,10 @@ def _recipe(config: Config) -> str:
     import tomli_w
 
     values = config.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, exclude=set(MACHINE))
+    if config.sampler_kv.policy == "full":
+        used = () if config.method == "dense" else KEEPS_ALL_OPTIONS
+        effective = {key: value for key, value in values.pop("kv", {}).items() if key in used}
+        values |= {"kv": effective} if effective else {}
     for section, keys in PATHS.items():
         for key in keys:
             if found := values.get(section, {}).get(key):
