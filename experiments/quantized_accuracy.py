@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from quantize import Answer, decoder_pass, say
+from quantized_formats import widened
 from quantized_views import STORAGES, Calibration, Storage, restored
 from transformers import DynamicCache
 
@@ -47,7 +48,7 @@ class QuantisedCache(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         ranges, storage = self.calibration.ranges, self.storage
-        key_range = ranges[storage.statistic][layer_idx].widened(storage.widened)
+        key_range = widened(ranges[storage.statistic][layer_idx], storage.widened)
         key_states = restored(key_states, storage.keys, key_range)
         value_states = restored(value_states, storage.values, ranges["values"][layer_idx])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

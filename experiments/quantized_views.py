@@ -5,26 +5,27 @@
 from dataclasses import dataclass, field
 
 import torch
+from quantized_formats import E4M3, Candidate, dequantised, pair_range, widened
 from torch import Tensor
 
 from sparse_rl import KV
 from sparse_rl.kernels.attention import causal_attention, shadow_attention
 from sparse_rl.kv.policies import from_settings
-from sparse_rl.kv.quantize import E4M3, INT4, INT8, Range, Scheme, channel_range, dequantised, pair_range
+from sparse_rl.kv.quantize import INT4, INT8, Range, channel_range
 from sparse_rl.kv.schedule import Schedule
 from sparse_rl.kv.trace import NEVER
 
-TOKEN8, TOKEN_E4M3 = Scheme(INT8), Scheme(E4M3)
-STATIC8, STATIC_E4M3, STATIC4 = (Scheme(format, tokens=None, channels=1) for format in (INT8, E4M3, INT4))
-VALUES4 = Scheme(INT4, channels=32, symmetric=False)
+TOKEN8, TOKEN_E4M3 = Candidate(INT8), Candidate(E4M3)
+STATIC8, STATIC_E4M3, STATIC4 = (Candidate(format, tokens=None, channels=1) for format in (INT8, E4M3, INT4))
+VALUES4 = Candidate(INT4, channels=32, symmetric=False)
 
 
 @dataclass(frozen=True)
 class Storage:
     """How keys and values are stored. None is bfloat16."""
 
-    keys: Scheme | None
-    values: Scheme | None
+    keys: Candidate | None
+    values: Candidate | None
     statistic: str = "pair"
     """Range of the static scales of keys: of a rotary `pair` of channels, or of a `channel`."""
     widened: float = 1.0
@@ -35,18 +36,18 @@ class Storage:
         return sum(2 * dim if each is None else each.bytes_per_token(dim) for each in (self.keys, self.values)) / (4 * dim)
 
 
-def block(format, tokens: int, symmetric: bool) -> Scheme:
-    return Scheme(format, tokens, channels=1, symmetric=symmetric)
+def block(format, tokens: int, symmetric: bool) -> Candidate:
+    return Candidate(format, tokens, channels=1, symmetric=symmetric)
 
 
-def equalised(channels: int) -> Scheme:
+def equalised(channels: int) -> Candidate:
     """Return static scales of channels, and within them a scale and a centre per token and group of channels."""
-    return Scheme(INT4, channels=channels, symmetric=False, equalised=True)
+    return Candidate(INT4, channels=channels, symmetric=False, equalised=True)
 
 
-def four_bit_keys(channels: int) -> Scheme:
+def four_bit_keys(channels: int) -> Candidate:
     """Return the keys of `kv.dtype = 4bit`: static scales of channels, and a scale per token and group of channels."""
-    return Scheme(INT4, channels=channels, equalised=True)
+    return Candidate(INT4, channels=channels, equalised=True)
 
 
 STORAGES = {
@@ -56,21 +57,21 @@ STORAGES = {
     "K8 token V8 token, e4m3": Storage(TOKEN_E4M3, TOKEN_E4M3),
     "K8 block 64 V8 token": Storage(block(INT8, 64, True), TOKEN8),
     "K8 pair V8 token": Storage(STATIC8, TOKEN8),
-    "K8 channel x token V8 token": Storage(Scheme(INT8, equalised=True), TOKEN8, "channel"),
-    "K8 channel + 50 % V8 token": Storage(Scheme(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel", 1.5),
-    "K8 channel V8 token": Storage(Scheme(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel"),
+    "K8 channel x token V8 token": Storage(Candidate(INT8, equalised=True), TOKEN8, "channel"),
+    "K8 channel + 50 % V8 token": Storage(Candidate(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel", 1.5),
+    "K8 channel V8 token": Storage(Candidate(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel"),
     "K8 pair V8 token, e4m3": Storage(STATIC_E4M3, TOKEN_E4M3),
     "K8 pair V8 channel": Storage(STATIC8, STATIC8),
     "K8 pair V4 group 32": Storage(STATIC8, VALUES4),
-    "K8 pair V4 group 32, symmetric": Storage(STATIC8, Scheme(INT4, channels=32)),
+    "K8 pair V4 group 32, symmetric": Storage(STATIC8, Candidate(INT4, channels=32)),
     "K4 block 32 V4 group 32": Storage(block(INT4, 32, False), VALUES4),
     "K4 block 64 V4 group 32": Storage(block(INT4, 64, False), VALUES4),
-    "K4 block 32 V4 group 32, symmetric": Storage(block(INT4, 32, True), Scheme(INT4, channels=32)),
+    "K4 block 32 V4 group 32, symmetric": Storage(block(INT4, 32, True), Candidate(INT4, channels=32)),
     "K4 pair V4 group 32": Storage(STATIC4, VALUES4),
     "K4 channel x token 32 V4 group 32": Storage(equalised(32), VALUES4, "channel"),
     "K4 channel x token 16 V4 group 32": Storage(equalised(16), VALUES4, "channel"),
-    "K4 channel x token 32 V4 group 32, symmetric": Storage(four_bit_keys(32), Scheme(INT4, channels=32), "channel"),
-    "K4 channel x token 16 V4 group 16, symmetric": Storage(four_bit_keys(16), Scheme(INT4, channels=16), "channel"),
+    "K4 channel x token 32 V4 group 32, symmetric": Storage(four_bit_keys(32), Candidate(INT4, channels=32), "channel"),
+    "K4 channel x token 16 V4 group 16, symmetric": Storage(four_bit_keys(16), Candidate(INT4, channels=16), "channel"),
 }
 
 
@@ -160,10 +161,12 @@ class Quantised:
 
     def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask, form=None):
         ranges = self.calibration.ranges
-        keys_1HTD = restored(keys_1HTD, self.storage.keys, ranges[self.storage.statistic][layer].widened(self.storage.widened))
+        keys_1HTD = restored(
+            keys_1HTD, self.storage.keys, widened(ranges[self.storage.statistic][layer], self.storage.widened)
+        )
         values_1HTD = restored(values_1HTD, self.storage.values, ranges["values"][layer])
         return self.inner.attend(layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask)
 
 
-def restored(values: Tensor, scheme: Scheme | None, statistics: Range) -> Tensor:
-    return values.bfloat16().to(values.dtype) if scheme is None else dequantised(values, scheme, statistics)
+def restored(values: Tensor, candidate: Candidate | None, statistics: Range) -> Tensor:
+    return values.bfloat16().to(values.dtype) if candidate is None else dequantised(values, candidate, statistics)

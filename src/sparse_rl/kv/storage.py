@@ -116,7 +116,6 @@ class Quantiser:
         key_scheme, value_scheme = self.schemes
         key_codes, key_scales = key_scheme.store(keys_xHTD, self.static(layer, centre=True))
         value_codes, value_scales = value_scheme.store(values_xHTD)
-        assert key_scales is not None and value_scales is not None
         return Stored(key_codes, value_codes, key_scales.step, value_scales.step)
 
     def decode_keys(
@@ -146,7 +145,7 @@ class Quantiser:
 
     def _of_token(self, steps: Tensor) -> Scales:
         dim = self.scales.step_LHD.shape[-1]
-        return Scales(steps, None, 1, dim // steps.shape[-1])
+        return Scales(steps, None, dim // steps.shape[-1])
 
 
 def same_storage(left: Quantiser | None, right: Quantiser | None) -> bool:
