@@ -5,12 +5,12 @@ import torch
 
 from sparse_rl import sizes
 from sparse_rl.config import KV
-from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts, prompt_attention
+from sparse_rl.kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
 from sparse_rl.kernels.code_attention import attend_and_append_codes
 from sparse_rl.kernels.decode_codes import fused_decode
 from sparse_rl.kernels.form import PLAIN, AttentionForm
 from sparse_rl.kernels.prompt_readers import members_of, prompt_readers
-from sparse_rl.kernels.rows import StoredCodes
+from sparse_rl.kernels.rows import StoredCodes, gathered_prompts
 from sparse_rl.kv.quantize import channel_range
 from sparse_rl.kv.storage import KeyScales, Quantiser, Stored
 

@@ -8,7 +8,6 @@ from sparse_rl.config import Sampling
 from sparse_rl.kernels.attention import (
     attention_part,
     decode_attention,
-    gathered_prompts,
     merged_parts,
     paged_decode_attention,
     prompt_attention,
@@ -24,7 +23,7 @@ from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.predicted import fused_logits
 from sparse_rl.kernels.prompt_readers import members_of, programs_of, prompt_readers
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
-from sparse_rl.kernels.rows import Rows, StoredPrompts
+from sparse_rl.kernels.rows import Rows, StoredPrompts, gathered_prompts
 from sparse_rl.kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
 from sparse_rl.kv.policies.base import ROUNDING, rank
 from sparse_rl.kv.policies.triattention import predicted_logits

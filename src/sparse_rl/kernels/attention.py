@@ -6,8 +6,7 @@ N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D
-# head dimension, n segments of a row, or prompts, m slots of a prompt; in stored prompts: R pages of the pool, P pages of a
-# prompt, p tokens of a page, t stored tokens, U = t + T
+# head dimension, P pages of a prompt, n segments of a row, or prompts, m slots of a prompt, t stored tokens, U = t + T
 
 import inspect
 import itertools
@@ -157,15 +156,6 @@ def paged_decode_attention(
         dim=1,
     )
     return _attend_slots(queries_SQD, keys_SHUD, values_SHUD, held_SU, scale, form)
-
-
-def gathered_prompts(stored_RHpD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:
-    """Return a copy of the first `tokens` tokens in each row's pages, as [S, H, tokens, D]."""
-    heads, page, dim = stored_RHpD.shape[1:]
-    token = torch.arange(tokens, device=pages_SP.device)
-    head_H1 = torch.arange(heads, device=pages_SP.device)[:, None]
-    index_SHt = (pages_SP.long()[:, token // page][:, None] * heads + head_H1) * page + token % page
-    return stored_RHpD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)
 
 
 def causal_attention(

@@ -6,8 +6,8 @@ The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decod
 `attention_part` with a prompt store.
 """
 
-# S slots, Q query heads, H kv heads, G query heads per kv head or steps of a token, C capacity, D head dimension, W window, d
-# bytes of a token's codes in one head; in stored prompts: N pages of the pool, T tokens of a page, P pages of the longest prompt
+# S slots, Q query heads, H kv heads, C capacity, D head dimension, W window, d bytes of codes and g steps of a token in one head;
+# stored prompts: see rows.py
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attend_and_append_codes(
 ) -> Tensor:
     """Return the attention output [S, Q, D] of each slot's query over its prompt, its first `lengths` keys and the new key.
 
-    `cached` are the codes of keys and of values [S, H, C, d], and the steps of both [S, H, C, G]. `centre` and `step` are the
+    `cached` are the codes of keys and of values [S, H, C, d], and the steps of both [S, H, C, g]. `centre` and `step` are the
     static scales of the channels of keys. The function writes the cache, the positions and the ring buffer in place. The caller
     increments the lengths at the end of the step.
     """

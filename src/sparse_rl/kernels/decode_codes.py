@@ -1,6 +1,6 @@
 """Decode 8-bit or 4-bit codes of keys or values in one launch. The torch reference is `kv.quantize.Scheme.restore`."""
 
-# B rows, H kv heads, T tokens, D head dimension, d bytes of a token's codes in one head, G steps of a token
+# B rows, H kv heads, T tokens, D head dimension, d bytes of codes and g steps of a token in one head; rows: see rows.py
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 32
 
 def fused_decode(
     codes_BHTd: Tensor | Rows,
-    steps_BHTG: Tensor | Rows,
+    steps_BHTg: Tensor | Rows,
     step_xHD: Tensor | None,
     centre_xHD: Tensor | None,
     dtype: torch.dtype,
@@ -25,7 +25,7 @@ def fused_decode(
 
     The static scales [H, D] are those of all rows, or [B, H, D] of each.
     """
-    codes, steps = (each if isinstance(each, Rows) else Rows.of(each) for each in (codes_BHTd, steps_BHTG))
+    codes, steps = (each if isinstance(each, Rows) else Rows.of(each) for each in (codes_BHTd, steps_BHTg))
     rows, heads, tokens, width = codes.shape
     dim = width if codes.dtype == torch.int8 else 2 * width
     out = torch.empty(rows, heads, tokens, dim, dtype=dtype, device=codes.device)

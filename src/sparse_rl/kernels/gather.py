@@ -1,7 +1,7 @@
 """Compact cached rows in place: move kept tokens to the front, in order, without copying the row."""
 
 # N cached rows, R compacted rows, H kv heads, C capacity, T held tokens, K kept and n = T - K dropped tokens, D head dimension,
-# G steps of a token
+# g steps of a token
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .jit import jit, next_power_of_2, tl, usable
 def keep_in_place(
     keys_NHCD: Tensor,
     values_NHCD: Tensor,
-    key_steps_NHCG: Tensor,
-    value_steps_NHCG: Tensor,
+    key_steps_NHCg: Tensor,
+    value_steps_NHCg: Tensor,
     positions_NHC: Tensor,
     rows_R: Tensor,
     kept_RHK: Tensor,
@@ -26,7 +26,7 @@ def keep_in_place(
 
     `kept` is ascending, so no token is overwritten before it is read. Without codes, the steps are empty.
     """
-    moved = (keys_NHCD, values_NHCD, key_steps_NHCG, value_steps_NHCG, positions_NHC)
+    moved = (keys_NHCD, values_NHCD, key_steps_NHCg, value_steps_NHCg, positions_NHC)
     if usable(keys_NHCD.device):
         return fused_keep(*moved, rows_R, kept_RHK, held)
     dropped_RHn = dropped_positions(positions_NHC[rows_R, :, :held], kept_RHK)
@@ -56,16 +56,16 @@ def dropped_positions(positions_RHT: Tensor, kept_RHK: Tensor) -> Tensor:
 def fused_keep(
     keys_NHCD: Tensor,
     values_NHCD: Tensor,
-    key_steps_NHCG: Tensor,
-    value_steps_NHCG: Tensor,
+    key_steps_NHCg: Tensor,
+    value_steps_NHCg: Tensor,
     positions_NHC: Tensor,
     rows_R: Tensor,
     kept_RHK: Tensor,
     held: int,
 ) -> Tensor:
     heads, capacity, dim = keys_NHCD.shape[1:]
-    count, kept, steps = len(rows_R), kept_RHK.shape[2], key_steps_NHCG.shape[3]
-    scales = (key_steps_NHCG, value_steps_NHCG) if steps else (positions_NHC, positions_NHC)
+    count, kept, steps = len(rows_R), kept_RHK.shape[2], key_steps_NHCg.shape[3]
+    scales = (key_steps_NHCg, value_steps_NHCg) if steps else (positions_NHC, positions_NHC)
     dropped = torch.empty(count, heads, held - kept, dtype=torch.int32, device=rows_R.device)
     _keep[(count * heads,)](
         *(keys_NHCD, values_NHCD, *scales, positions_NHC, rows_R, kept_RHK.contiguous(), dropped, heads, capacity, held, kept),

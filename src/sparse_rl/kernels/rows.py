@@ -1,7 +1,9 @@
 """References to rows of the cache and to prompts of the prompt store. Kernels read them in place; all other code uses a copy."""
 
-# N cached rows, R referenced rows, H kv heads, C capacity, T tokens held, D head dimension; in stored prompts: S slots, N
-# pages of the pool, T tokens of a page, P pages of the longest prompt, A programs over prompts, M slots of a program
+# In rows of the cache: N cached rows, R referenced rows, H kv heads, C capacity, T tokens held, D head dimension.
+# In stored prompts: S slots, N pages of the pool, H kv heads, T tokens of a page, D head dimension, P pages of the longest
+# prompt, t gathered tokens, A programs over prompts, M slots of a program.
+# Kernels over rows and stored prompts use the same letters.
 
 from dataclasses import dataclass
 
@@ -71,3 +73,12 @@ class StoredCodes:
     """Tokens in the pages of each slot."""
     readers_AM: Tensor | None = None
     """Slots of each program that reads prompts, as in `StoredPrompts`."""
+
+
+def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:
+    """Return a copy of the first `tokens` tokens in each row's pages, as [S, H, tokens, D]."""
+    heads, page, dim = stored_NHTD.shape[1:]
+    token = torch.arange(tokens, device=pages_SP.device)
+    head_H1 = torch.arange(heads, device=pages_SP.device)[:, None]
+    index_SHt = (pages_SP.long()[:, token // page][:, None] * heads + head_H1) * page + token % page
+    return stored_NHTD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)

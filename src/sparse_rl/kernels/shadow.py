@@ -6,8 +6,8 @@ and no T x T tensor is stored. FlexAttention skips blocks of 128 queries by 128 
 smallest and the largest `until` of a block of keys determine which blocks are skipped.
 """
 
-# L layers, Q query heads, H kv heads, G query heads per kv head, N packed tokens, P packed tokens with padding, B blocks of
-# the padded row, D head dimension
+# L layers, Q query heads, H kv heads, N packed tokens, P packed tokens with padding, B blocks of the padded row, D head
+# dimension
 
 import warnings
 from functools import cache

@@ -8,8 +8,7 @@ several programs share a row, a last launch combines their parts. `attend_in_rin
 sliding-window layer; the reference is `WindowStore.append` and `attention.decode_attention`.
 """
 
-# S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window; in stored prompts: N
-# pages of the pool, T tokens of a page, P pages of the longest prompt, A programs over prompts, M slots of such a program
+# S slots, Q query heads, H kv heads, C capacity, D head dimension, W window, n parts of a row; stored prompts: see rows.py
 
 from __future__ import annotations
 

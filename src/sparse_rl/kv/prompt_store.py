@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention import gathered_prompts
+from ..kernels.rows import gathered_prompts
 from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, reads_prompts_once, token_bytes
 from .shape import CacheShape, refuse_too_large
 from .storage import Quantiser, Stored, allocated
