@@ -1,6 +1,7 @@
 """One schema for recipes and flags: what a run was told is what its config.toml says, and a slip is named."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,7 +10,7 @@ import pytest
 
 from small_runs import arguments, refused, train
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import KV, Config, from_flags, migrated, recipe, recipe_names, to_toml
+from sparse_rl.config import KV, Config, from_flags, migrated, migrated_tables, recipe, recipe_names, to_toml
 from sparse_rl.errors import UserError
 from sparse_rl.format import counted
 from sparse_rl.train.resume import changes_since, kept_options
@@ -82,8 +83,12 @@ def test_options_of_earlier_versions_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("most", "sentence"),
     [
-        (None, r"kv.budget = 1920 .* counts the prompt.* set it to 1920 less the tokens of the longest prompt, and add"),
-        (1915, "set it to the response tokens to keep, such as half of rollout.max_tokens, and add"),
+        (
+            None,
+            r"kv.budget = 1920 .* counts the prompt.* set it to 1920 less the tokens of the longest prompt, but at least 64, and add",
+        ),
+        (2048, "set it to 1000, which is half of rollout.max_tokens, and add"),
+        (1915, "set it to 1000, which is half of rollout.max_tokens, and add"),
         (1112, r"set it to 808, which is 1920 less data.max_prompt_tokens, and add the line format = 2"),
     ],
 )
@@ -91,7 +96,11 @@ def test_a_stored_budget_that_counts_the_prompt_is_refused(tmp_path, most, sente
     """Files of runs hold every option, and `format` since the budget of a protected prompt counts response tokens."""
     path, config = (
         tmp_path / "config.toml",
-        Config(kv=KV(policy="rkv", budget=1920, protect_prompt=True), data={"max_prompt_tokens": most}),
+        Config(
+            kv=KV(policy="rkv", budget=1920, protect_prompt=True),
+            data={"max_prompt_tokens": most},
+            rollout={"max_tokens": 2000},
+        ),
     )
     path.write_text(to_toml(config))
     with pytest.raises(UserError, match=sentence):
@@ -102,6 +111,19 @@ def test_a_stored_budget_that_counts_the_prompt_is_refused(tmp_path, most, sente
     assert Config(**recipe(str(path))).kv == KV(budget=808, protect_prompt=True)
     path.write_text(to_toml(Config(kv=KV(policy="full", protect_prompt=True))))  # a cache without a budget
     assert Config(**recipe(str(path))).kv.policy == "full"
+
+
+@pytest.mark.parametrize("most", [None, 100, 1100, 1800, 1900, 2500])
+@pytest.mark.parametrize("window", [4, 128])
+@pytest.mark.parametrize("max_tokens", [64, 200, 4000])
+def test_a_number_that_replaces_a_stored_budget_is_usable(most, window, max_tokens):
+    """It exceeds the window and the sinks, and no run refuses it."""
+    cache = {"policy": "rkv", "budget": 1920, "interval": 128, "window": window, "sinks": 4, "protect_prompt": True}
+    data = {} if most is None else {"max_prompt_tokens": most}
+    with pytest.raises(UserError) as error:
+        migrated_tables({"kv": cache, "data": data, "rollout": {"max_tokens": max_tokens}})
+    budget = int(re.search(r"(?:set it to|at least) (\d+),", str(error.value))[1])
+    assert KV(**cache | {"budget": budget}).budget >= 64
 
 
 def test_a_checkpoint_whose_budget_counts_the_prompt_is_refused():

@@ -49,7 +49,7 @@ def migrated(options: dict[str, Any]) -> dict[str, Any]:
 def migrated_tables(values: dict[str, Any]) -> dict[str, Any]:
     """Return the tables of a TOML file, migrated in the same way as `migrated` and without `format`."""
     written = {key: value for key, value in values.items() if key == "format"}
-    for section in ("kv", "data"):
+    for section in ("kv", "data", "rollout"):
         table = values.get(section)
         written |= {f"{section}.{key}": value for key, value in table.items()} if isinstance(table, dict) else {}
     refuse_total_budget(written, f"set it to {{}}, and add the line format = {FORMAT} at the top of the file")
@@ -68,16 +68,24 @@ def refuse_total_budget(options: dict[str, Any], remedy: str) -> None:
         return
     if options["kv.protect_prompt"] is not True or options["kv.policy"] == "full":
         return
-    budget, prompt = options["kv.budget"], options.get("data.max_prompt_tokens")
-    converted = f"{budget} less the tokens of the longest prompt"
-    if isinstance(budget, int) and isinstance(prompt, int) and budget > prompt:
-        converted = f"{budget - prompt}, which is {budget} less data.max_prompt_tokens"
-        if budget - prompt < USUAL_LEAST:
-            converted = "the response tokens to keep, such as half of rollout.max_tokens"
     raise UserError(
-        f"kv.budget = {budget} was written by an earlier version and counts the prompt. With kv.protect_prompt it now counts "
-        f"response tokens: {remedy.format(converted)}."
+        f"kv.budget = {options['kv.budget']} was written by an earlier version and counts the prompt. With kv.protect_prompt it "
+        f"now counts response tokens: {remedy.format(_response_budget(options))}."
     )
+
+
+def _response_budget(options: dict[str, Any]) -> str:
+    """Return the budget in response tokens that replaces a total one, for a message."""
+    budget, prompt, longest = (options.get(key) for key in ("kv.budget", "data.max_prompt_tokens", "rollout.max_tokens"))
+    forced = sum(size for key in ("kv.window", "kv.sinks") if isinstance(size := options[key], int))
+    least = max(USUAL_LEAST, forced + 1)
+    if not isinstance(prompt, int) or not isinstance(budget, int):
+        return f"{budget} less the tokens of the longest prompt, but at least {least}"
+    if budget - prompt >= least:
+        return f"{budget - prompt}, which is {budget} less data.max_prompt_tokens"
+    if isinstance(longest, int) and longest // 2 >= least:
+        return f"{longest // 2}, which is half of rollout.max_tokens"
+    return f"the response tokens to keep, at least {least}"
 
 
 def _migrated_in(table: dict[str, Any], path: list[str], key: str) -> dict[str, Any]:
