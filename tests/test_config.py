@@ -12,7 +12,7 @@ from small_runs import arguments, refused, train
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import KV, Config, from_flags, migrated, migrated_tables, recipe, recipe_names, to_toml
 from sparse_rl.errors import UserError
-from sparse_rl.format import counted
+from sparse_rl.format import agreeing, counted
 from sparse_rl.train.resume import changes_since, kept_options
 
 
@@ -303,6 +303,7 @@ def run_python(code):
 
 def test_a_count_of_one_has_a_singular_noun():
     assert [counted(count, "step") for count in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
+    assert [agreeing(count, "is", "are") for count in (0, 1, 2)] == ["are", "is", "are"]
     summary = Config(steps=1, rollout={"prompts_per_step": 1, "samples_per_prompt": 8}).batch_summary
     assert summary.startswith("1 step of 1 prompt x 8 samples = 8 rollouts of at most ")
     assert "; 1 update of 8 rollouts per step, " in summary

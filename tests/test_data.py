@@ -75,6 +75,14 @@ def test_rows_without_an_answer_are_left_out_and_counted(path):
     assert loaded.note == (f"4 of 7 rows of {path} have no answer and are skipped ({path}:2, {path}:3, {path}:5, …).")
 
 
+def test_a_note_about_one_row_is_in_the_singular(path):
+    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": ""}')
+    assert load(str(path), "train", n=1, seed=0).note == f"1 of 2 rows of {path} has no answer and is skipped ({path}:2)."
+    path.write_text('{"prompt": "b", "answer": ""}')
+    with pytest.raises(UserError, match="answer is empty in its only row"):
+        load(str(path), "train", n=1, seed=0)
+
+
 def test_nothing_is_said_where_nothing_is_left_out(path):
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
     loaded = load(str(path), "train", n=1, seed=0)

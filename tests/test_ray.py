@@ -80,9 +80,7 @@ def test_what_one_worker_is_refused_with_ends_all_of_them_and_keeps_the_run_that
 
 def test_a_cluster_that_lacks_something_says_what():
     nodes = [{"CPU": 64, "GPU": 2}, {"CPU": 4}]
-    sentence = (
-        r"8 need 1 CPU and 1 GPU each, but the nodes of the Ray cluster \(64 CPU and 2 GPU; 4 CPU and 0 GPU\) have room for 2"
-    )
+    sentence = r"8 is too many: a worker needs 1 CPU and 1 GPU, and the nodes of the Ray cluster \(64 CPU and 2 GPU; 4 CPU and 0 GPU\) have room for 2"
     with pytest.raises(UserError, match=sentence):
         check_resources(nodes, 8, {"CPU": 1, "GPU": 1})
     with pytest.raises(UserError, match="have room for 1: add nodes"):
@@ -93,10 +91,10 @@ def test_a_cluster_that_lacks_something_says_what():
 def test_a_busy_cluster_is_named():
     needs = {"CPU": 8, "GPU": 1}
     assert busy_notice({"CPU": 16, "GPU": 1}, 2, needs) == (
-        "The Ray cluster is busy (1 of 2 GPU are free): the run starts when all of them are free."
+        "The Ray cluster is busy (free: 1 of 2 GPU): the run starts when all of them are free."
     )
     assert busy_notice({"CPU": 16, "GPU": 2}, 2, needs) is None
-    assert "(0 of 2 CPU are free)" in (busy_notice({}, 2, {"CPU": 1, "GPU": 0}) or "")
+    assert "(free: 0 of 2 CPU)" in (busy_notice({}, 2, {"CPU": 1, "GPU": 0}) or "")
 
 
 def test_a_comparison_is_not_for_ray(world, tmp_path, capsys):

@@ -367,7 +367,7 @@ def test_several_ranks_are_refused():
 
 def test_rollouts_without_choices_or_of_another_model_are_refused(models):
     rollouts = sampled(models["mixtral"])
-    with pytest.raises(UserError, match="1 of 4 rollouts have no expert choices: generate all of them with routing=True"):
+    with pytest.raises(UserError, match="1 of 4 rollouts has no expert choices: generate all of them with routing=True"):
         replay(models["mixtral"], [*without(rollouts[:1]), *rollouts[1:]], "dense")
     with pytest.raises(UserError, match=r"experts per token\] = \[2, 2\], but the model has \[1, 2\]"):
         replay(models["qwen3-moe, first layer dense"], rollouts, "dense")

@@ -305,7 +305,7 @@ def test_train_and_its_dry_run_say_how_many_rows_they_leave_out(world, tmp_path,
     problems, held_out = write(tmp_path / "mine.csv", rows), write(tmp_path / "test.jsonl.gz", rows[:3])
     flags = ["--data.train", str(problems), "--data.test", str(held_out), "--eval.problems", "4", "--steps", "1"]
     train(world, tmp_path / "run", *flags, "--dry-run")
-    note = "rows of {} have no answer and are skipped ({}:{})."
+    note = "rows of {} has no answer and is skipped ({}:{})."
     assert "1 of 4 " + note.format(problems, problems, 2) in capsys.readouterr().out
     train(world, tmp_path / "run", *flags, "--method", "dense")
     out = capsys.readouterr().out

@@ -152,14 +152,20 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
     flags += ["--rollout.prompts-per-step", "8", "--data.max-prompt-tokens"]
     for last in ([], ["--dry-run"]):
         train(world, run, *flags, str(tokens - 1), *last)
-        assert f"3 of 11 problems of {problems} are skipped: their" in " ".join(capsys.readouterr().out.split())
+        assert (
+            f"3 of 11 problems of {problems} are skipped: a prompt may have at most data.max_prompt_tokens = 40 tokens."
+            in " ".join(capsys.readouterr().out.split())
+        )
     drawn = {row["prompt"] for path in (run / "rollouts").iterdir() for row in pq.read_table(path).to_pylist()}
     assert len(drawn) == 8 and max(map(len, drawn)) < 20
     assert "eval/test/pass@1" in metrics(run)[-1]
     for last in ([], ["--dry-run"]):  # neither of which protects: the longer ones lose a part
         train(world, run, *flags, str(tokens), "--overwrite", *last)
         out = " ".join(capsys.readouterr().out.split())
-        assert "1 of 11 problems" in out and "2 of 10 prompts are longer than kv.budget = 20 (up to 41 tokens)" in out
+        assert (
+            f"1 of 11 problems of {problems} is skipped: " in out
+            and "2 of 10 prompts are longer than kv.budget = 20 (up to 41 tokens)" in out
+        )
     assert "prompts: 9 to 41 tokens, median 9" in out
 
 
@@ -687,7 +693,7 @@ def test_prompts_that_fill_the_budget_are_told_what_protects_them():
     told = kv.remark(half, 500)
     assert "A typical prompt fills 60% of kv.budget = 100" in told
     assert "set kv.protect_prompt = true, with which kv.budget counts response tokens alone" in told
-    assert "1 of 2 prompts are longer" in kv.remark([[0], [0] * 101], 500)
+    assert "1 of 2 prompts is longer" in kv.remark([[0], [0] * 101], 500)
     assert kv.remark([[0] * 40, [0] * 50, [0] * 90], 500) is kv.remark([], 500) is None
     protected = KV(policy="rkv", budget=100, interval=1, protect_prompt=True)
     assert protected.remark(half, 103) is None
@@ -703,7 +709,7 @@ def test_an_interval_that_leaves_no_compaction_is_told():
     assert "never evicts: a response of 129 tokens ends before the first compaction." in whole.remark([[0]], 129)
     evictable = whole.changed(protect_prompt=False)
     assert (
-        evictable.remark([[0] * 101], 128).startswith("1 of 1 prompts are longer") and evictable.remark([[0] * 5], 130) is None
+        evictable.remark([[0] * 101], 128).startswith("1 of 1 prompt is longer") and evictable.remark([[0] * 5], 130) is None
     )
 
 

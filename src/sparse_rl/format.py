@@ -10,6 +10,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def agreeing(count: int, singular: str, plural: str) -> str:
+    """Return the words that suit a count, e.g. `agreeing(1, "is", "are")`."""
+    return singular if count == 1 else plural
+
+
 def size(count: float) -> str:
     """Return a byte count with a unit, e.g. 4.2 MiB."""
     for unit in ("B", "KiB", "MiB"):

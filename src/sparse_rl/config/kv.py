@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ..errors import UserError
+from ..format import agreeing, counted
 from .section import Section
 
 LARGE_PROMPT = 0.5
@@ -108,8 +109,8 @@ class KV(Section):
         enough = "kv.protect_prompt = true, with which kv.budget counts response tokens alone"
         if longer := sum(length > self.budget for length in lengths):
             return (
-                f"{longer:,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to {most:,} tokens), so "
-                f"part of each is evicted before the answer begins: set {enough}, or skip these prompts with "
+                f"{longer:,} of {counted(len(prompts), 'prompt')} {agreeing(longer, 'is', 'are')} longer than "
+                f"kv.budget = {self.budget} (up to {most:,} tokens), so part of each is evicted before the answer begins: set {enough}, or skip these prompts with "
                 f"--data.max-prompt-tokens {self.budget}."
             )
         if typical > LARGE_PROMPT * self.budget:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import PLACEHOLDER, TASKS, DataConfig, HubData, Origin, Split, Task
 from ..errors import UserError
-from ..format import counted
+from ..format import agreeing, counted
 from ..rewards.weighted_sum import ROLLOUT_COLUMNS
 from ..text import listed
 from .arithmetic import make_problems
@@ -220,8 +220,9 @@ def _gather(
         else:
             examples.append(Example(prompt, answer, {"answer": answer} | columns, template))
     if not examples:
+        every = agreeing(len(rows), "its only row", f"all {len(rows)} rows")
         raise UserError(
-            f"{source} has no problem that can be graded: {answer_column} is empty in all {len(rows)} rows. Fill in "
+            f"{source} has no problem that can be graded: {answer_column} is empty in {every}. Fill in "
             "answers, or remove the column."
         )
     return LoadedExamples(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
@@ -238,8 +239,9 @@ def filter_by_length(source: str, prompts: Sequence[Sequence[int]], limit: int |
         )
     if len(places) == len(prompts):
         return places, None
-    left_out = f"{len(prompts) - len(places):,} of {len(prompts):,} problems of {source} are skipped"
-    return places, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
+    skipped = len(prompts) - len(places)
+    left_out = f"{skipped:,} of {counted(len(prompts), 'problem')} of {source} {agreeing(skipped, 'is', 'are')} skipped"
+    return places, f"{left_out}: a prompt may have at most data.max_prompt_tokens = {limit} tokens."
 
 
 def too_few_note(source: str, problems: int, prompts_per_step: int) -> str | None:
@@ -254,7 +256,8 @@ def too_few_note(source: str, problems: int, prompts_per_step: int) -> str | Non
 
 def _note(source: str, total: int, skipped: list[DataRow], answer_column: str) -> str:
     places = ", ".join(row.place for row in skipped[:3]) + (", …" if len(skipped) > 3 else "")
-    return f"{len(skipped):,} of {total:,} rows of {source} have no {answer_column} and are skipped ({places})."
+    verbs = agreeing(len(skipped), f"has no {answer_column} and is", f"have no {answer_column} and are")
+    return f"{len(skipped):,} of {counted(total, 'row')} of {source} {verbs} skipped ({places})."
 
 
 def _prompt_column(row: DataRow) -> str:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from ..format import clock
+from ..format import clock, counted
 from ..rollout.stats import Progress as Sampled
 
 
@@ -49,7 +49,7 @@ class EvalProgress:
         self.done += rollouts
         self.bar.update(self.task, completed=self.done, left=self.left())
         if not self.console.is_terminal:
-            line = f"{what}: {self.done:,} of {self.total:,} rollouts, {tokens_per_s:,.0f} tokens/s, {self.left()}"
+            line = f"{what}: {self.done:,} of {counted(self.total, 'rollout')}, {tokens_per_s:,.0f} tokens/s, {self.left()}"
             self.console.print(Text(line), soft_wrap=True)
 
     def left(self, more: int = 0) -> str:

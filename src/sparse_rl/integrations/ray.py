@@ -99,8 +99,8 @@ def check_resources(nodes: list[dict[str, float]], workers: int, needs: dict[str
         each = " and ".join(f"{count:g} {name}" for name, count in required.items())
         there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in required) for node in nodes)
         raise UserError(
-            f"ray.workers = {workers} need {each} each, but the nodes of the Ray cluster ({there}) have room for {places}: "
-            "add nodes, or lower --ray.workers or the resources per worker."
+            f"ray.workers = {workers} is too many: a worker needs {each}, and the nodes of the Ray cluster ({there}) "
+            f"have room for {places}: add nodes, or lower --ray.workers or the resources per worker."
         )
 
 
@@ -112,9 +112,7 @@ def busy_notice(free: dict[str, float], workers: int, needs: dict[str, float]) -
         if free.get(name, 0) < workers * count
     ]
     return (
-        f"The Ray cluster is busy ({' and '.join(short)} are free): the run starts when all of them are free."
-        if short
-        else None
+        f"The Ray cluster is busy (free: {' and '.join(short)}): the run starts when all of them are free." if short else None
     )
 
 

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..config import KV
 from ..errors import UserError
+from ..format import agreeing, counted
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
 from ..kernels.form import PLAIN, AttentionForm
@@ -139,8 +140,9 @@ class BoundedCache(Cache):
         layers = sum(layer.cache is not None for layer in self.layers)
         if given - {layers}:
             raise UserError(
-                f"The statistics are of {max(given)} layers, but {layers} of the model attend to all tokens: gather them again with "
-                "an Engine (engine.calibrate), or omit statistics."
+                f"The statistics are of {counted(max(given), 'layer')}, but {layers} of the model "
+                f"{agreeing(layers, 'attends', 'attend')} to all tokens: gather them again with an Engine "
+                "(engine.calibrate), or omit statistics."
             )
 
     def get_conv_state(self, layer_idx, state_idx=0):

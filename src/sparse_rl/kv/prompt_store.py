@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..format import counted
 from ..kernels.rows import gathered_prompts
 from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, reads_prompts_once, token_bytes
 from .shape import CacheShape, refuse_too_large
@@ -42,7 +43,7 @@ class PromptStore:
         refuse_too_large(
             shape,
             needed,
-            f"The pool of {pages:,} pages of {PAGE_TOKENS} tokens",
+            f"The pool of {counted(pages, 'page')} of {PAGE_TOKENS} tokens",
             "use shorter sequences or fewer slots",
         )
         self.stored = allocated((shape.layers, pages, shape.kv_heads, PAGE_TOKENS), shape, quantiser)

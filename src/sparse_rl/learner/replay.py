@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
+from ..format import agreeing, counted
 from ..kernels import long_attention, shadow
 from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
 from ..kernels.form import PLAIN
@@ -141,7 +142,8 @@ def _routing(model: PreTrainedModel, pack: Sequence[Rollout], row: PackedRow) ->
         return None
     without = sum(rollout.routing is None for rollout in pack)
     if without:
-        raise UserError(f"{without} of {len(pack)} rollouts have no expert choices: generate all of them with routing=True.")
+        which = f"{without} of {counted(len(pack), 'rollout')} {agreeing(without, 'has', 'have')}"
+        raise UserError(f"{which} no expert choices: generate all of them with routing=True.")
     routers, choices_NRK = install(model), torch.cat(row.choices)
     if choices_NRK.shape[1:] != (routers.count, routers.top_k):
         raise UserError(

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..format import counted
 from ..kernels.form import PLAIN
 from ..kv.shape import CacheShape, LayerState
 from .attention import AttentionProbe, attend_to_itself
@@ -87,8 +88,8 @@ class ModelProbe(AttentionProbe):
         free |= {layer for layer, name in enumerate(types) if name in TOKENWISE_LAYERS}
         if sorted([*self.layers, *free]) != list(range(layers)):
             raise UserError(
-                f"{kind} calls attention {len(self.layers)} times in {layers} layers, {len(free)} of them without attention, which "
-                "is not supported: use another model."
+                f"{kind} calls attention {counted(len(self.layers), 'time')} in {counted(layers, 'layer')}, {len(free)} of them "
+                "without attention, which is not supported: use another model."
             )
         sizes = sorted(set(self.windows.values()))
         if len(sizes) > 1:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import first_line
+from ..format import counted
 from ..text import printable
 from .pieces import Pieces
 
@@ -73,7 +74,7 @@ class Packer:
             if room < 0 and taken:
                 left = len(steps) - place
                 bad.append(
-                    f"{left} of {len(steps)} steps of rollouts are omitted to keep the page small: use --serve to read them"
+                    f"The page omits the rollouts of {left} of {counted(len(steps), 'step')} to stay small: use --serve to read them"
                 )
                 break
             taken[step] = chunk

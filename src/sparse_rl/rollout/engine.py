@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..config import KV, WORTH_COMPILING, Sampling
 from ..errors import UserError, notice
-from ..format import counted
+from ..format import agreeing, counted
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
@@ -221,7 +221,10 @@ class Engine:
         if missing := [name for name in needed if name not in statistics]:
             problem = f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
         elif any(len(statistics[name]) != layers for name in needed):
-            problem = f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
+            problem = (
+                f"are of {counted(len(statistics[needed[0]]), 'layer')}, but {layers} of the model "
+                f"{agreeing(layers, 'attends', 'attend')} to all tokens"
+            )
         if problem:
             notice(f"The stored statistics {problem}: all statistics are gathered again, and results may differ slightly.")
             return False

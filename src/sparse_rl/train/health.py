@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..config import MAX_DRAWS, Config
 from ..errors import UserError
-from ..format import counted
+from ..format import agreeing, counted
 from ..learner.update import UpdateResult
 from . import checkpoint_folder
 from .checkpoint import State
@@ -59,7 +59,8 @@ class Health:
         if missing := batch.failures - late:
             why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
         elif cut := batch.counts["truncated"]:
-            why = f"{cut} of {len(batch.samples)} rollouts were truncated and not graded; raise rollout.max_tokens"
+            were = agreeing(cut, "was", "were")
+            why = f"{cut} of {len(batch.samples)} rollouts {were} truncated and not graded; raise rollout.max_tokens"
         elif not all(group.no_signal for group in batch.groups):
             return (
                 "every answer with a signal was truncated",

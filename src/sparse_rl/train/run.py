@@ -89,7 +89,7 @@ def dry_run(config: Config) -> None:
             console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)
             ids = prompts[0]
             shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
-            console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
+            console.print(f"first prompt, {counted(len(ids), 'token')}: {shown}", markup=False)
     if tried and tried.fault:
         raise UserError(tried.sentence)
 
