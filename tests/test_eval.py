@@ -213,7 +213,12 @@ def test_without_names_the_cache_is_the_models_own():
             "--compare rkv@40+8:8bit is too small: it must exceed window + sinks = 40. Try --compare rkv@160+8:8bit.",
         ),
         ("expected@0", {}, "--compare expected@0 is too small: it must exceed window + sinks = 8. Try --compare expected@64."),
-        ("rkv@64+0", {}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),
+        ("rkv@64+0", {}, "--compare rkv@64+0 has an interval of 0: it must be at least 1. Try --compare rkv@64+16."),
+        (
+            "rkv@auto+0:4bit",
+            {},
+            "--compare rkv@auto+0:4bit has an interval of 0: it must be at least 1. Try --compare rkv@auto+128",
+        ),
     ],
 )
 def test_caches_that_make_no_sense_are_refused(compare, given, sentence):

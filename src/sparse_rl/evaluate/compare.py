@@ -78,6 +78,9 @@ def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
     values = {"interval": default_interval(budget), **trained, **given, "policy": match[1], "budget": "auto"}
     if match[3]:
         values["interval"] = int(match[3])
+        if not values["interval"]:
+            fix = named.replace(f"+{match[3]}", f"+{default_interval(budget)}")
+            raise UserError(f"--compare {named} has an interval of 0: it must be at least 1. Try --compare {fix}.")
     kv = KV(**values)
     if budget != "auto" and budget < kv.least_budget:
         fix = named.replace(f"@{match[2]}", "@{}")
