@@ -42,7 +42,7 @@ def test_who_takes_part():
         [True, True, True, False],
         [True, True, True, False],
     ]
-    assert out.no_signal.tolist() == [False, False, False, True, False]
+    assert out.equal_rewards.tolist() == [False, False, False, True, False]
     assert out.advantages.isfinite().all()
     assert not out.advantages[1:4].any() and not out.advantages[~out.in_loss].any()
 
@@ -50,7 +50,7 @@ def test_who_takes_part():
 def test_equal_rewards_give_no_advantage_however_they_round():
     for reward in (0.1, 0.7, 1 / 3, 1e6 + 0.1):
         out = group_advantages(torch.full((1, 7), reward))
-        assert out.no_signal.all() and not out.advantages.any()
+        assert out.equal_rewards.all() and not out.advantages.any()
 
 
 def test_the_overlong_penalty_grows_linearly_to_minus_one_at_the_limit():

@@ -571,7 +571,7 @@ def test_a_step_without_signal_is_not_blamed_on_timeouts_that_count_as_zero(time
     health = Health(Config(reward={"timeout": timeout}), State(step=1), None, warnings.append)
     rewards = [0.0, 0.0 if timeout == "zero" else None]
     samples = [Sample(row, None, None, reward) for row, reward in enumerate(rewards)]
-    health.after_step(RolloutBatch([RolloutGroup(samples, no_signal=True)], counts=Counter(timeouts=1)), [])
+    health.after_step(RolloutBatch([RolloutGroup(samples, equal_rewards=True)], counts=Counter(timeouts=1)), [])
     assert f"no group had two different rewards, so nothing is learned: {why}" in warnings[0]
 
 

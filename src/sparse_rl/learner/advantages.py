@@ -21,7 +21,7 @@ class Advantages:
     """Float [P, G]: advantages. They are 0 for samples that are not in the loss and for groups without signal."""
     in_loss: Tensor
     """Bool [P, G]: True if the sample has a verdict and its group has at least two verdicts."""
-    no_signal: Tensor
+    equal_rewards: Tensor
     """Bool [P]: True for groups with two or more verdicts that are all equal."""
 
 
@@ -40,12 +40,12 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
     # negligible.
     high_P1 = rewards.masked_fill(~verdict_PG, -float("inf")).amax(dim=1, keepdim=True)
     low_P1 = rewards.masked_fill(~verdict_PG, float("inf")).amin(dim=1, keepdim=True)
-    no_signal_P1 = (verdicts_P1 >= 2) & (high_P1 == low_P1)
-    advantages_PG = centred_PG.masked_fill(no_signal_P1, 0)
+    equal_P1 = (verdicts_P1 >= 2) & (high_P1 == low_P1)
+    advantages_PG = centred_PG.masked_fill(equal_P1, 0)
     if std:
         variance_P1 = (advantages_PG**2).sum(dim=1, keepdim=True) / (verdicts_P1 - 1).clamp(min=1)
         advantages_PG = advantages_PG / (variance_P1.sqrt() + EPSILON)
-    return Advantages(advantages_PG, in_loss_PG, no_signal=no_signal_P1[:, 0])
+    return Advantages(advantages_PG, in_loss_PG, equal_rewards=equal_P1[:, 0])
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:

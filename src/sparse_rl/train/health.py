@@ -61,7 +61,7 @@ class Health:
         elif cut := batch.counts["truncated"]:
             were = agreeing(cut, "was", "were")
             why = f"{cut} of {len(batch.samples)} rollouts {were} truncated and not graded; raise rollout.max_tokens"
-        elif not all(group.no_signal for group in batch.groups):
+        elif not all(group.equal_rewards for group in batch.groups):
             return (
                 "every answer with a signal was truncated",
                 "advantage.mask_truncated excludes them from the loss; raise rollout.max_tokens",

@@ -21,7 +21,7 @@ def reward_metrics(batch: RolloutBatch) -> dict[str, float]:
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # NaN is not written to metrics.jsonl
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
-        "reward/zero_std_groups": sum(group.no_signal for group in batch.groups) / len(batch.groups),
+        "reward/zero_std_groups": sum(group.equal_rewards for group in batch.groups) / len(batch.groups),
         "reward/dropped_groups": float(sum(group.is_dropped for group in batch.groups)),
         **{f"reward/{name}/mean": statistics.fmean(values) for name, values in batch.parts.items() if values},
         **{f"reward/{name}": float(batch.counts[name]) for name in FAILURES},

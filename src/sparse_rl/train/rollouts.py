@@ -51,14 +51,16 @@ class Sample:
 
 @dataclass
 class RolloutGroup:
+    """The samples of one prompt."""
+
     samples: list[Sample]
-    no_signal: bool = False
+    equal_rewards: bool = False
     """True if the group has at least two rewards and all of them are equal."""
 
     @property
     def has_signal(self) -> bool:
         """True if the rewards of the group differ and at least one rollout is in the loss."""
-        return not self.no_signal and any(sample.in_loss for sample in self.samples)
+        return not self.equal_rewards and any(sample.in_loss for sample in self.samples)
 
     @property
     def is_dropped(self) -> bool:
@@ -90,7 +92,9 @@ class RolloutBatch:
     old_logprobs_s: float = 0.0
     """Seconds spent on `old_logprobs`."""
     prompts: int = 0
+    """Prompts sampled, by which the step advances the data cursor."""
     grade_s: float = 0.0
+    """Seconds of grading on the slowest rank, summed over the rounds."""
     waited_s: float = 0.0
     """Mean seconds that the ranks waited for the slowest rank."""
     sampled_s: float = 0.0
@@ -303,7 +307,8 @@ class RolloutSampler:
         return samples
 
     def _expected_tokens(self, chosen: list[int]) -> list[float]:
-        """Return the mean response length of each problem when it was last sampled, or the mean of all others."""
+        """Return the mean response length of each problem when it was last sampled. For a new problem, return the mean of all
+        known ones."""
         known = self.mean_tokens
         typical = sum(known.values()) / len(known) if known else 0.0
         return [known.get(str(index), typical) for index in chosen]
@@ -342,10 +347,10 @@ class RolloutSampler:
         per_prompt = config.rollout.samples_per_prompt
         std = config.advantage.std and get_loss(config.loss.name).std
         valued = group_advantages(rewards.view(-1, per_prompt), std)
-        no_signal = group_advantages(verdicts.view(-1, per_prompt)).no_signal  # without the length penalty
+        equal = group_advantages(verdicts.view(-1, per_prompt)).equal_rewards  # without the length penalty
         groups = []
         for number in range(len(samples) // per_prompt):
-            group = RolloutGroup(samples[number * per_prompt : (number + 1) * per_prompt], bool(no_signal[number]))
+            group = RolloutGroup(samples[number * per_prompt : (number + 1) * per_prompt], bool(equal[number]))
             for sample, advantage, in_loss in zip(
                 group.samples, valued.advantages[number].tolist(), valued.in_loss[number].tolist(), strict=True
             ):
