@@ -19,6 +19,7 @@ from .text import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command. A user error ends the process with one line and exit code 2."""
     quiet_packages()
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         # Sampler and learner alternate and allocate blocks of all sizes. With fixed segments, fragmentation wasted 1.4 of 22
@@ -69,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     if argv[:1] == ["from-trl"] and argv[1:2] not in (["-h"], ["--help"]):
-        argv = ["from-trl", "--", *argv[1:]]  # its flags are those of another program
+        argv = ["from-trl", "--", *argv[1:]]  # the flags after it are TRL's, so TRL's parser reads them
     args, unknown = parser.parse_known_args(argv)
     if unknown and args.command is train.run and (found := trl_flags.hint(unknown[0])):
         raise UserError(found)

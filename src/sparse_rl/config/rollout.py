@@ -8,8 +8,8 @@ from .sampling import Sampling, check_repetition
 from .section import Section
 
 MAX_DRAWS = 4
-"""Rounds that a step samples at most until it has enough groups with a signal (`rollout.refill`), or until no rollout of a
-group is rejected (`rollout.refill_rejected`)."""
+"""Maximum sampling rounds of a step with `rollout.refill`, until enough groups have a signal, or with
+`rollout.refill_rejected`, until no rollout is rejected."""
 
 
 class RolloutConfig(Section):

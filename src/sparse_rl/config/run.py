@@ -191,10 +191,11 @@ class Config(Section):
 
     @property
     def one_pass(self) -> bool:
-        """Return whether the first update of a step computes old log-probs in its training pass.
+        """Return whether the first update of a step takes its old log-probs from its own training pass.
 
-        `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize`
-        scales the policy term alone, so beside another term it must be known before the pass.
+        It cannot in three cases. `rollout.refill_rejected` needs old log-probs while it samples. The shadow methods train on
+        another view. `correction.normalize` divides the policy term by a mean over the update, and if the loss has other
+        terms, this mean must be known before the pass.
         """
         normalize = self.correction.spec(self.default_preset).normalize
         before = self.rollout.refill_rejected or (normalize and self.loss.has_other_terms)
@@ -220,7 +221,7 @@ class Config(Section):
         return self.kv.budget == "auto" and self.method != "dense"
 
     def longest_kept(self, prompt_tokens: int) -> int:
-        """Return the tokens that a budget counts in the longest sequence. A larger budget never evicts."""
+        """Return the tokens of the longest sequence that count towards the budget. A larger budget never evicts."""
         return self.rollout.max_tokens + (0 if self.kv.protect_prompt else prompt_tokens)
 
     def with_budget(self, budget: int) -> "Config":

@@ -172,7 +172,7 @@ class Engine:
         try:
             with torch.no_grad(), eval_mode(self.model), on(self.limits.shape.device):
                 rollouts = generation.run()
-            self.use_graphs = isinstance(generation.runner, GraphRunner)  # a step that cannot be captured is tried once
+            self.use_graphs = isinstance(generation.runner, GraphRunner)  # after a failed capture, never try again
             return rollouts
         except BaseException:
             self.cache.clear()  # a failed call may leave NaNs, which must not affect the next call

@@ -79,10 +79,13 @@ class Generation:
             self.paged = PagedSlots(model, cache, policy, schedule, self.scheduler, self.stats, prefill_tokens)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
-        self.steps_together = 0  # steps since all slots were last empty
+        self.steps_together = 0
+        """Decode steps since all slots were last empty. Chunks end at multiples of the interval in this count."""
         self.stash: Stash | None = None
-        self.sampled_ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # first token and its log-prob, by request index
+        self.sampled_ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """First token and its log-prob of samples that still wait for a slot, by request index."""
         self.started = 0
+        """Number of sequences that have started."""
         self.drops = PendingDrops()
         self.prompt_choices: dict[int, Tensor | None] = {}  # experts chosen for the tokens of each prompt, by group
         self.new_tokens: dict[int, list[np.ndarray]] = {}
@@ -90,8 +93,10 @@ class Generation:
         self.aborted: set[int] = set()
 
     def run(self) -> list[Rollout]:
+        """Run all requests. Return their rollouts in the order of the requests."""
         while self.scheduler.has_work():
-            self.steps_together = self.steps_together if self.scheduler.active else 0
+            if not self.scheduler.active:
+                self.steps_together = 0
             if self.scheduler.should_prefill():
                 while groups := self.scheduler.admit(self.prefill_tokens):
                     with self.clock.part("prefill"):

@@ -136,6 +136,8 @@ def dense_tokens_held(running: list[Sequence]) -> int:
 
 
 class Scheduler:
+    """Queue of requests, and the sequences that occupy slots and pages."""
+
     def __init__(
         self,
         requests: list[Request],
@@ -146,8 +148,8 @@ class Scheduler:
     ):
         """Queue the requests.
 
-        While sequences run, new ones enter only if `refill` slots are free, or enough slots for all that wait. If there is
-        room, `more` is called for another group until it returns an empty list. `pages` is the pool of the prompt store.
+        While sequences run, new ones enter only if `refill` slots are free, or enough slots for all waiting requests. If slots
+        are free, `more` is called for another group, until it returns an empty list. `pages` is the pool of the prompt store.
         """
         self.slots, self.refill, self.more, self.pages = slots, refill, more, pages
         self.waiting = deque(requests)

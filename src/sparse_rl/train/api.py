@@ -36,12 +36,14 @@ class PythonObjects:
 class Trainer:
     """A training run with Python objects in place of names.
 
-    `config` is a `Config`, the name or path of a recipe, or a dict of recipe keys, which may `extends` a recipe. `reward` is a
-    function in TRL's convention, also a closure or a lambda. It runs in this process in `reward.workers` threads, one sample
-    per call, and can share state with the caller. A call beyond `reward.timeout_s` is abandoned and counted, but not killed; a
-    reward by name runs in processes, which are killed. `dataset` and `test` are lists of dicts or `datasets.Dataset`s with a
-    prompt (text or messages), an answer and any other columns. They are written to JSON Lines files next to the run folder.
-    `callback(step, metrics)` is called after each step; the run stops with a checkpoint if it returns True.
+    `config` is a `Config`, the name or path of a recipe, or a dict of recipe keys, which may have `extends`. `dataset` and
+    `test` are lists of dicts or `datasets.Dataset`s with a prompt (text or messages), an answer and any other columns. They are
+    written to JSON Lines files next to the run folder. `callback(step, metrics)` is called after each step; the run stops with
+    a checkpoint if it returns True.
+
+    `reward` is a function in TRL's convention, also a closure or a lambda. It runs in `reward.workers` threads of this process,
+    one sample per call, and can share state with the caller. A call beyond `reward.timeout_s` counts as a timeout, but its
+    thread runs on. A reward passed by name runs in processes instead, which are killed after that time.
     """
 
     def __init__(

@@ -47,6 +47,8 @@ class OldLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
+    """Updates and correction of one step, for its metrics and logs."""
+
     batch: RolloutBatch
     old: OldLogprobs
     row_weights: dict[int, float]
@@ -114,7 +116,7 @@ class TrainingStep:
         config = self.config
         groups = split_groups(self.rollout_sampler.learnable(batch), config.optimizer.updates_per_step)
         plan = plan_passes(config, self.spec, batch, groups, derive(config.seed, step))
-        # 1. Log-probs that the training passes do not give: of later updates, of rows without a signal, of the reference
+        # 1. Log-probs that the first training pass does not give: for later updates, rows without a signal and the reference
         old = self._old_logprobs(batch, plan.before, groups)
         noise = self._replay_noise(batch)
         before_s = self._now() - started
@@ -126,7 +128,7 @@ class TrainingStep:
         update_s = self._now() - started - before_s
         # 3. New weights for the sampler
         self.actor.sync()
-        # 4. The mismatch of sampler and learner, over the whole step
+        # 4. The mismatch of sampler and learner over the whole step, for metrics: the updates corrected it for themselves
         row_weights = {row: weight for row, weight in plan.row_weights.items() if row in old.dense}
         corrected = self._mismatch(batch, old, row_weights)
         if noise is None:
@@ -137,12 +139,11 @@ class TrainingStep:
         return StepResult(batch, old, row_weights, corrected, noise, updates, seconds)
 
     def metrics(self, step: int, result: StepResult, rollout_s: float) -> dict[str, float]:
-        """Return the metrics of the step over all rollouts, before masking. `step` counts from 0."""
+        """Return the metrics of the step over all rollouts, also over those that the correction rejects. `step` counts from 0."""
         batch, seconds = result.batch, result.seconds
         rollouts = [sample.rollout for sample in batch.samples]
         tokens = sum(len(rollout.response) for rollout in rollouts)
-        ran = [rollouts[row] for row in result.row_weights]
-        passed = sum(len(rollout.prompt) + len(rollout.response) for rollout in ran)
+        learner_tokens = sum(len(rollouts[row].prompt) + len(rollouts[row].response) for row in result.row_weights)
         return {
             **reward_metrics(batch),
             **result.corrected.metrics,
@@ -159,7 +160,7 @@ class TrainingStep:
             **({"perf/rank_wait": batch.waited_s / batch.sampled_s} if self.world.size > 1 else {}),
             **{f"perf/{name}": value for name, value in seconds.items()},
             "perf/rollout_tokens_per_s": tokens / rollout_s,
-            "perf/learner_tokens_per_s": passed / seconds["learner_s"],
+            "perf/learner_tokens_per_s": learner_tokens / seconds["learner_s"],
         }
 
     def _old_logprobs(

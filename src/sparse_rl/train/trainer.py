@@ -56,6 +56,8 @@ from .terminal import RunTerminal
 
 
 class TrainingRun:
+    """One run: builds the actor, the engine and the optimizer, resumes if asked to, and trains with `run`."""
+
     def __init__(
         self,
         config: Config,
@@ -76,7 +78,9 @@ class TrainingRun:
         self._show_notes(inputs)
         self.tokenizer = inputs.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, terminal.warn)
-        self.best, self.peak_shown = Best(config.checkpoint, terminal.warn), False
+        self.best = Best(config.checkpoint, terminal.warn)
+        self.peak_shown = False
+        """True once the memory peak of the first step has been printed."""
         kv, budgets = self._plan_memory(inputs)
         self._build_actor(inputs.model)
         self._build_sampler(inputs, kv)
@@ -229,7 +233,7 @@ class TrainingRun:
         self.terminal.note(f"Continuing after step {step}.")
 
     def _use_budget(self) -> None:
-        """Use the plan of the current budget, and store the budget in checkpoints."""
+        """Use the plan of the budget that `auto_budget` has chosen, and put the budget into the state that checkpoints store."""
         assert self.auto_budget is not None
         self.plan, self.state.budget = self.auto_budget.plan, self.auto_budget.stored()
         self.evaluator = replace(self.evaluator, plan=self.plan)
@@ -257,7 +261,7 @@ class TrainingRun:
     # Training loop
 
     def run(self, stop: StopHandler) -> None:
-        """Train to the last step, or until `stop.requested`. In both cases, save a checkpoint of the last finished step."""
+        """Train to the last step, or until the user stops the run. In both cases, save a checkpoint of the last finished step."""
         self._warn_if_disk_is_small()
         self._try_reward()
         self.check_memory()
@@ -294,7 +298,7 @@ class TrainingRun:
         try:
             return self.evaluator.evaluate()
         except Exception:
-            if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may not reach a save
+            if self.world.size == 1 and not self.state.skipped_in_a_row:  # a save needs all ranks, and others may not reach it
                 with suppress(UserError):  # raise the error of the evaluation, not of the save
                     self._log(metrics)
                     self._save(metrics)
@@ -306,7 +310,7 @@ class TrainingRun:
         return self.callback is not None and self.world.is_main and self.callback(self.state.step, dict(metrics)) is True
 
     def _save_is_due(self) -> bool:
-        """Return whether a periodic save is due. Right after a skipped update, it would replace an older, good checkpoint."""
+        """Return whether a periodic save is due. It waits after a skipped update, to keep an older, good checkpoint."""
         return self.state.step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
 
     def _warn_if_disk_is_small(self) -> None:
