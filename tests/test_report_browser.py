@@ -32,7 +32,9 @@ def browser():
     with sync_playwright() as playwright:
         found = CHROMIUM or playwright.chromium.executable_path
         assert Path(found).exists(), "There is no Chromium for the tests of the report: apt-get install chromium."
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
