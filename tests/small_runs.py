@@ -40,9 +40,6 @@ def distinct(prompts, completions, **columns):
     """A model whose weights are destroyed says one thing only."""
     return [float(len(set(text))) for text in completions]
 
-def same(prompts, completions, **columns):
-    return [1.0]
-
 def fails(prompts, completions, **columns):
     """About every second sample fails, in one of five ways."""
     ways = [lambda: 1 / 0, lambda: time.sleep(60), lambda: [math.nan], lambda: [None], lambda: [1.0, 2.0]]
