@@ -24,6 +24,7 @@ from sparse_rl.models.support import set_head_dtype
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.5B", help=f"a shape ({', '.join(SHAPES)}) with random weights, or a model")
+    parser.add_argument("--name", help="name of the model in the JSON [the folder's]")
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -44,7 +45,8 @@ def main():
         kv = KV(policy=policy, budget=args.budget, interval=args.budget // 4, protect_prompt=False, dtype=stored)
         rows += noise(model, head, kv, args)
         if args.json:
-            asked = {name: value for name, value in vars(args).items() if name != "json"}
+            asked = {name: value for name, value in vars(args).items() if name not in ("json", "name")}
+            asked["model"] = args.name or Path(args.model).name
             record = environment("noise", model.device) | {"seed": 0, "asked": asked, "rows": rows}
             args.json.write_text(json.dumps(record, indent=1) + "\n")
 

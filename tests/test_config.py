@@ -117,13 +117,14 @@ def test_a_stored_budget_that_counts_the_prompt_is_refused(tmp_path, most, sente
 @pytest.mark.parametrize("window", [4, 128])
 @pytest.mark.parametrize("max_tokens", [64, 200, 4000])
 def test_a_number_that_replaces_a_stored_budget_is_usable(most, window, max_tokens):
-    """It exceeds the window and the sinks, and no run refuses it."""
+    """It exceeds the window and the sinks, and is below rollout.max_tokens where both are possible."""
     cache = {"policy": "rkv", "budget": 1920, "interval": 128, "window": window, "sinks": 4, "protect_prompt": True}
     data = {} if most is None else {"max_prompt_tokens": most}
     with pytest.raises(UserError) as error:
         migrated_tables({"kv": cache, "data": data, "rollout": {"max_tokens": max_tokens}})
     budget = int(re.search(r"(?:set it to|at least) (\d+),", str(error.value))[1])
     assert KV(**cache | {"budget": budget}).budget >= 64
+    assert budget < max_tokens or max_tokens < 2 * max(64, window + 4 + 1)
 
 
 def test_a_checkpoint_whose_budget_counts_the_prompt_is_refused():

@@ -180,6 +180,8 @@ def test_an_own_policy_that_never_evicts_is_refused():
     told = f"Policy {__name__}:KeepsAll never evicts (evicts = False), so kv.budget has no effect: set kv.policy = full."
     with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
         from_settings(KV(policy=f"{__name__}:KeepsAll"))
+    with pytest.raises(AssertionError, match="never evicts"):
+        check_policy(KeepsAll)
     assert not from_settings(KV(policy="full")).evicts
 
 

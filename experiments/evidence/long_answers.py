@@ -10,6 +10,7 @@ from raw import DENSE, Rows, read
 
 QUESTION = "l-long"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
+TIMED = {"dense": "dense", "dense-4bit": "all keys, 4 bits", "best": "TriAttention 1,112 + 128, 8 bits"}
 STEP_HEADS = ("cache of the sampler", "slots", "sampling", "old log-probs", "update", "step", "peak, GiB", "planned")
 ARMS = {
     "dense": "dense",
@@ -28,8 +29,8 @@ HEADS = (
     "seeds",
     *(f"right at step {step}, %" for step in SCORED),
     f"steps to a reward of {REWARD}",
-    "rejected at the end, %",
-    "KV bytes saved, %",
+    "rejected, steps 16 to 20, %",
+    "KV bytes saved, steps 16 to 20, %",
 )
 
 
@@ -44,16 +45,16 @@ def cells() -> list[list[str]]:
     rows = []
     for title, runs in runs_of().items():
         scored = [{row["step"]: f"{100 * row[DENSE]:.1f}" for row in run if DENSE in row} for run in runs.values()]
-        last = [[row for row in run if "reward/mean" in row][-WINDOW:] for run in runs.values()]
-        rejected = statistics.mean(100 * row["sparse/rejection_rate"] for rows in last for row in rows)
+        late = [row for run in runs.values() for row in run if 16 <= row["step"] <= 20 and "reward/mean" in row]
+        rejected = statistics.mean(100 * row["sparse/rejection_rate"] for row in late)
         rows.append(
             [
                 title,
                 ", ".join(map(str, runs)),
-                *(", ".join(score[step] for score in scored if step in score) for step in SCORED),
+                *(", ".join(score.get(step, "-") for score in scored) for step in SCORED),
                 ", ".join(steps_to_reward(run) for run in runs.values()),
                 f"{rejected:.1f}",
-                "" if title == "dense" else f"{100 * statistics.mean(saved(row) for rows in last for row in rows):.0f}",
+                "" if title == "dense" else f"{100 * statistics.mean(map(saved, late)):.0f}",
             ]
         )
     return rows
@@ -74,25 +75,25 @@ def saved(row: dict[str, float]) -> float:
 def step_times() -> list[list[str]]:
     """Return a row for each arm whose step was timed under the cap: seconds of the last step."""
     rows = []
-    for arm in ("dense", "dense-4bit", "best"):
+    for arm, title in TIMED.items():
         record = json.loads((BENCHMARKS / f"step-1.5B-36gb-64-{arm}.json").read_text())
         [result] = record["arms"]
         step = result["steps"][-1]
         sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
         seconds = (sampling, step["old log-probs"], step["update"], step["step_s"])
         peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
-        rows.append([ARMS[arm], f"{result['slots']}", *(f"{value:.1f}" for value in (*seconds, *peaks))])
+        rows.append([title, f"{result['slots']}", *(f"{value:.1f}" for value in (*seconds, *peaks))])
     return rows
 
 
 def plot_long_answers(out: Path) -> None:
-    """Draw test score and rejected share over the steps, a line for each run."""
+    """Draw over the steps: the test score of each run, and the rejected share of each arm, as mean and range of its seeds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for number, (title, runs) in enumerate(runs_of().items()):
         colour = f"C{number}"
-        for label, run in zip([title, *[None] * len(runs)], runs.values(), strict=False):
+        for place, run in enumerate(runs.values()):
             scores = {row["step"]: 100 * row[DENSE] for row in run if DENSE in row}
-            left.plot(list(scores), list(scores.values()), marker="o", color=colour, label=label)
+            left.plot(list(scores), list(scores.values()), marker="o", color=colour, label="" if place else title)
         if title != "dense":
             draw(right, "sparse/rejection_rate", title, runs, colour)
     left.set(title="test score with a dense cache, %", xlabel="step", ylim=(0, None))

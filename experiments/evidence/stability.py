@@ -32,7 +32,7 @@ class Ended:
     lowest: float
     """Lowest mean of xi p05 over ten steps in a row."""
     away: float
-    """Difference from dense training, in points of the test score with a dense cache."""
+    """Difference from dense training with the same seed, in points of the last test score (dense cache) that both have."""
 
 
 def ended_runs() -> Iterator[Ended]:
@@ -48,15 +48,18 @@ def ended_runs() -> Iterator[Ended]:
                 continue
             base = dense_arms.get("-4" if arm.endswith("-4") else "", dense_arms[""])
             for seed, rows in runs.items():
-                step, score = last_score(rows)
-                dense = [score_at(found[each][seed], step) for each in base if seed in found.get(each, {})]
-                yield Ended(question, arm, seed, correction(arm), lowest_p05(rows), 100 * (score - statistics.mean(dense)))
+                mine = scores(rows)
+                dense = [scores(found[each][seed]) for each in base if seed in found.get(each, {})]
+                if shared := set(mine).intersection(*dense) if dense else None:
+                    last = max(shared)
+                    away = mine[last] - statistics.mean(each[last] for each in dense)
+                    yield Ended(question, arm, seed, correction(arm), lowest_p05(rows), 100 * away)
 
 
 def correction(arm: str) -> str:
     if arm.startswith("naive"):
         return NAIVE
-    papers = ("paper", "rkv-", "snapkv-", "dense-4bit", "streaming")
+    papers = ("paper", "rkv-", "snapkv-", "dense-4bit", "streaming", "best")
     return PAPER if arm.startswith(papers) and arm != "paper-guard" else OTHER
 
 
@@ -65,12 +68,9 @@ def lowest_p05(rows: Rows) -> float:
     return min(statistics.mean(values[at : at + IN_A_ROW]) for at in range(len(values) - IN_A_ROW + 1))
 
 
-def last_score(rows: Rows) -> tuple[float, float]:
-    return max((row["step"], row[DENSE]) for row in rows if DENSE in row)
-
-
-def score_at(rows: Rows, step: float) -> float:
-    return next(row[DENSE] for row in rows if row["step"] == step and DENSE in row)
+def scores(rows: Rows) -> dict[float, float]:
+    """Return the test scores with a dense cache, by step."""
+    return {row["step"]: row[DENSE] for row in rows if DENSE in row}
 
 
 def lines() -> list[list[str]]:

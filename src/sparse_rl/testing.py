@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kv.policies import Policy, get
+from .kv.policies import POLICIES, Policy, get
 from .kv.rotary import Rotary
 
 SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # (query heads, kv heads, head dimension) of MHA, GQA and MQA
@@ -20,6 +20,7 @@ def check_policy(policy: str | type[Policy] | Policy, budget: int = 24, **option
         policy = get(policy, **options)
     elif isinstance(policy, type):
         policy = policy(**options)
+    assert policy.evicts or type(policy) is POLICIES["full"], "The policy never evicts (evicts = False): set kv.policy = full."
     assert policy.window + policy.sinks < budget, (
         f"budget = {budget} is too small: it must exceed the policy's window + sinks."
     )

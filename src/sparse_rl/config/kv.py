@@ -128,8 +128,8 @@ class KV(Section):
         held = self.held_at_last_compaction(prompt_tokens, max_tokens, self.interval)
         if held > self.smallest_tried:
             return None
-        counted, what = (0, "a response has") if self.protect_prompt else (prompt_tokens, "a prompt and its response have")
-        longest, interval = counted + max_tokens, self.evicting_interval(prompt_tokens, max_tokens)
+        before, what = (0, "a response has") if self.protect_prompt else (prompt_tokens, "a prompt and its response have")
+        longest, interval = before + max_tokens, self.evicting_interval(prompt_tokens, max_tokens)
         if interval is None:
             most = self.held_at_last_compaction(prompt_tokens, max_tokens, 1)
             when = f"{longest:,} tokens" if longest <= self.smallest_tried else f"{most:,} tokens at a compaction"

@@ -81,7 +81,7 @@ def _response_budget(options: dict[str, Any]) -> str:
     least = max(USUAL_LEAST, forced + 1)
     if not isinstance(prompt, int) or not isinstance(budget, int):
         return f"{budget} less the tokens of the longest prompt, but at least {least}"
-    if budget - prompt >= least:
+    if least <= budget - prompt and not (isinstance(longest, int) and longest <= budget - prompt):
         return f"{budget - prompt}, which is {budget} less data.max_prompt_tokens"
     if isinstance(longest, int) and longest // 2 >= least:
         return f"{longest // 2}, which is half of rollout.max_tokens"
