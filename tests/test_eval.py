@@ -217,7 +217,7 @@ def test_without_names_the_cache_is_the_models_own():
         (
             "rkv@auto+0:4bit",
             {},
-            "--compare rkv@auto+0:4bit has an interval of 0: it must be at least 1. Try --compare rkv@auto+128",
+            "--compare rkv@auto+0:4bit has an interval of 0: it must be at least 1. Try --compare rkv@auto+128:4bit.",
         ),
     ],
 )

@@ -16,13 +16,17 @@ SCHEMES = {
 }
 
 
-@pytest.fixture
-def keys():
-    """Keys like those of a model without QK-norm: some channels are large, one has a large bias."""
+def uneven_keys():
+    """Keys like those of a model without QK-norm: some channels are large, one has a large bias. 70 tokens fill no block."""
     torch.manual_seed(0)
     keys_BHTD = torch.randn(2, 3, 70, 64) * torch.logspace(-1, 1, 64)
     keys_BHTD[..., 5] += 80
     return keys_BHTD
+
+
+@pytest.fixture
+def keys():
+    return uneven_keys()
 
 
 @pytest.fixture

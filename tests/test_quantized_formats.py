@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sparse_rl.kv.quantize import INT4, INT8, Range, Scheme, channel_range, scales_of, unpack
+from test_quantize import DTYPES, uneven_keys
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 
 from quantized_formats import E4M3, Candidate, dequantised, pair_range, widened
 
-DTYPES = [torch.float32, torch.bfloat16]
 CANDIDATES = {
     "int8 token": Candidate(INT8),
     "int8 token, asymmetric": Candidate(INT8, symmetric=False),
@@ -32,11 +32,7 @@ CANDIDATES = {
 
 @pytest.fixture
 def keys():
-    """Keys like those of a model without QK-norm: some channels are large, one has a large bias. 70 tokens fill no block."""
-    torch.manual_seed(0)
-    keys_BHTD = torch.randn(2, 3, 70, 64) * torch.logspace(-1, 1, 64)
-    keys_BHTD[..., 5] += 80
-    return keys_BHTD
+    return uneven_keys()
 
 
 def steps(candidate, scales, keys):
