@@ -8,8 +8,8 @@ from .sampling import Sampling, check_repetition
 from .section import Section
 
 MAX_DRAWS = 4
-"""Maximum sampling rounds of a step with `rollout.refill`, until enough groups have a signal, or with
-`rollout.refill_rejected`, until no rollout is rejected."""
+"""Maximum sampling rounds of a step. `rollout.refill` samples until enough groups have a signal, `rollout.refill_rejected` until
+no rollout is rejected."""
 
 
 class RolloutConfig(Section):

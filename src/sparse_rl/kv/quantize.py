@@ -52,7 +52,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales:
-    """Stored scales. Each belongs to `channels` consecutive channels; 1 also broadcasts."""
+    """Stored scales. Each belongs to `channels` consecutive channels, or to all of them if there is only one per token."""
 
     step: Tensor
     centre: Tensor | None = None
