@@ -1,17 +1,18 @@
 """Question L in one table and one figure: test score, rejection and memory of each arm with long answers."""
 
 import json
+import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from figures import WINDOW, draw, save, smooth
-from raw import DENSE, Rows, read
+from pages import interval
+from raw import DENSE, SPARSE, Rows, read
 
 QUESTION = "l-long"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
-TIMED = {"dense": "dense", "dense-4bit": "all keys, 4 bits", "best": "TriAttention 1,112 + 128, 8 bits"}
-STEP_HEADS = ("cache of the sampler", "slots", "sampling", "old log-probs", "update", "step", "peak, GiB", "planned")
 ARMS = {
     "dense": "dense",
     "dense-4bit": "all keys, 4 bits",
@@ -20,17 +21,49 @@ ARMS = {
     "paper": "R-KV 1,024 with the question evictable, corrected",
     "naive": "R-KV 1,024 with the question evictable, uncorrected",
 }
-REWARD = 0.45
-"""About three quarters of the way of dense training from its first reward to its last."""
-SCORED = (0, 10, 20, 30)
-"""Steps with a held-out score."""
+END = 20
+"""The step after which most runs end."""
 HEADS = (
     "cache of the sampler",
     "seeds",
-    *(f"right at step {step}, %" for step in SCORED),
-    f"steps to a reward of {REWARD}",
+    *(f"right after {END} steps, %", "mean", "with its own cache, %", "mean"),
+    *(f"after {step}, %" for step in (10, 30)),
     "rejected, steps 16 to 20, %",
     "KV bytes saved, steps 16 to 20, %",
+)
+REWARD = 0.45
+"""About three quarters of the way of the first dense run from its first reward to its last."""
+TIMED = {
+    "64-dense": "dense",
+    "64-dense-4bit": "all keys, 4 bits",
+    "64-best": "TriAttention 1,112 + 128, 8 bits",
+    "64-full-dense": "dense",
+    "64-full-best": "TriAttention 896 + 128, 8 bits",
+}
+"""Ends of the names of the records of timed steps: what the sampler's cache is."""
+CAPS = (36, 34.5)
+"""Caps of memory under which steps were timed, in GB."""
+STEP_HEADS = (
+    "cap, GB",
+    "mean answer",
+    "cache of the sampler",
+    "slots",
+    "sampling",
+    "learning",
+    "step",
+    "peak, GiB",
+    "planned",
+)
+RACE = {"dense": "64-full-dense", "best": "64-full-best"}
+"""Arms whose time to a reward is compared, and the step that counts."""
+RACE_CAP = 34.5
+RACE_HEADS = (
+    "cache of the sampler",
+    "seeds",
+    f"steps to a reward of {REWARD}",
+    "seconds a step",
+    "seconds to the reward",
+    "mean",
 )
 
 
@@ -41,30 +74,55 @@ def runs_of() -> dict[str, dict[int, Rows]]:
 
 
 def cells() -> list[list[str]]:
-    """Return a row for each arm: a score of each seed, and means over the seeds."""
+    """Return a row for each arm: scores of each seed with a dense cache and with the sampler's, and means over seeds and steps."""
     rows = []
     for title, runs in runs_of().items():
-        scored = [{row["step"]: f"{100 * row[DENSE]:.1f}" for row in run if DENSE in row} for run in runs.values()]
-        late = [row for run in runs.values() for row in run if 16 <= row["step"] <= 20 and "reward/mean" in row]
-        rejected = statistics.mean(100 * row["sparse/rejection_rate"] for row in late)
+        late = [row for run in runs.values() for row in run if 16 <= row["step"] <= END and "reward/mean" in row]
         rows.append(
             [
                 title,
                 ", ".join(map(str, runs)),
-                *(", ".join(score.get(step, "-") for score in scored) for step in SCORED),
-                ", ".join(steps_to_reward(run) for run in runs.values()),
-                f"{rejected:.1f}",
+                *summary(scores(runs, END)),
+                *summary(scores(runs, END, SPARSE)),
+                *(listed({seed: scores(runs, step).get(seed, math.nan) for seed in runs}) for step in (10, 30)),
+                f"{statistics.mean(100 * row['sparse/rejection_rate'] for row in late):.1f}",
                 "" if title == "dense" else f"{100 * statistics.mean(map(saved, late)):.0f}",
             ]
         )
     return rows
 
 
-def steps_to_reward(run: Rows) -> str:
-    """Return the first step whose mean over the last five is at least REWARD."""
+def scores(runs: dict[int, Rows], step: int, key: str = DENSE) -> dict[int, float]:
+    """Return the test scores after a step in percent, by seed, of the runs that have one."""
+    return {seed: 100 * row[key] for seed, run in runs.items() for row in run if row["step"] == step and key in row}
+
+
+def summary(values: dict[int, float]) -> tuple[str, str]:
+    """Return the values, and their mean if there are several."""
+    return listed(values), interval(list(values.values())) if len(values) > 1 else ""
+
+
+def listed(values: dict[int, float]) -> str:
+    return ", ".join("-" if math.isnan(value) else f"{value:.1f}" for value in values.values())
+
+
+def steps_to_reward(run: Rows) -> float:
+    """Return the first step whose mean over the last five is at least REWARD. NaN if there is none."""
     curve = [(row["step"], row["reward/mean"]) for row in run if "reward/mean" in row]
-    reached = (step for step, mean in smooth(curve, statistics.mean)[WINDOW - 1 :] if mean >= REWARD)
-    return f"{next(reached, 'not reached')}"
+    return next((step for step, mean in smooth(curve, statistics.mean)[WINDOW - 1 :] if mean >= REWARD), math.nan)
+
+
+def race() -> list[list[str]]:
+    """Return a row for each arm of RACE: steps to the reward by seed, and what they take if all answers have full length."""
+    rows = []
+    for arm, record in RACE.items():
+        runs = read(QUESTION)[arm]
+        step_s = last_step(timed(RACE_CAP, record))["step_s"]
+        steps = [steps_to_reward(run) for run in runs.values()]
+        seconds = [count * step_s for count in steps]
+        each = (", ".join(f"{count:.0f}" for count in values) for values in (steps, seconds))
+        rows.append([ARMS[arm], ", ".join(map(str, runs)), next(each), f"{step_s:.1f}", next(each), interval(seconds, 0)])
+    return rows
 
 
 def saved(row: dict[str, float]) -> float:
@@ -72,17 +130,33 @@ def saved(row: dict[str, float]) -> float:
     return 1 - row["kv/peak_bytes"] / row["kv/dense_bytes"]
 
 
+def timed(cap: float, name: str) -> dict[str, Any]:
+    """Return the record of a step that was timed under a cap of memory. Empty if it was not."""
+    path = BENCHMARKS / f"step-1.5B-{cap:g}gb-{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def last_step(record: dict[str, Any]) -> dict[str, float]:
+    [arm] = record["arms"]
+    return arm["steps"][-1]
+
+
 def step_times() -> list[list[str]]:
-    """Return a row for each arm whose step was timed under the cap: seconds of the last step."""
+    """Return a row for each timed step: seconds of the last step of its record."""
     rows = []
-    for arm, title in TIMED.items():
-        record = json.loads((BENCHMARKS / f"step-1.5B-36gb-64-{arm}.json").read_text())
-        [result] = record["arms"]
-        step = result["steps"][-1]
-        sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
-        seconds = (sampling, step["old log-probs"], step["update"], step["step_s"])
-        peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
-        rows.append([title, f"{result['slots']}", *(f"{value:.1f}" for value in (*seconds, *peaks))])
+    for cap in CAPS:
+        for name, title in TIMED.items():
+            if not (record := timed(cap, name)):
+                continue
+            [result], step = record["arms"], last_step(record)
+            tokens = step["tokens"] / math.prod(
+                record["config"]["rollout"][key] for key in ("prompts_per_step", "samples_per_prompt")
+            )
+            sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
+            seconds = (sampling, step["old log-probs"] + step["update"], step["step_s"])
+            peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
+            numbers = (f"{value:.1f}" for value in (*seconds, *peaks))
+            rows.append([f"{cap:g}", f"{tokens:,.0f}", title, f"{result['slots']}", *numbers])
     return rows
 
 

@@ -13,29 +13,14 @@ from pathlib import Path
 
 import long_answers
 from figures import WINDOW, budgets, plot, smooth, summary
+from pages import NOT_YET, interval, table
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import HEADS, lines, plot_stability
 
 from sparse_rl.config import AlertsConfig
-from sparse_rl.evaluate.statistics import t_interval
 from sparse_rl.monitor.alerts import check
 
-NOT_YET = "Not run yet."
 DOCS = HERE.parents[1] / "docs"
-
-
-def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
-    """The mean over seeds and, from three on, the half-width of its interval: of two it says nothing."""
-    if len(values) < 3:
-        return f"{statistics.mean(values):{sign}.{digits}f}"
-    mean, low, high = t_interval(values)
-    return f"{mean:{sign}.{digits}f} ± {(high - low) / 2:.{digits}f}"
-
-
-def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    if not lines:
-        return NOT_YET
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
 def scores(question: str, *, one_cache: bool = True) -> str:
@@ -375,6 +360,13 @@ def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str
     return table([heads[by], *columns], [[f"{key:.0f}", *(of.get(key, "") for of in values)] for key in keys])
 
 
+def score(row: dict[str, float], key: str) -> str:
+    """Return a test score and its 95 % interval over problems in percent. Empty if the row has none."""
+    if key not in row:
+        return ""
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * row[name] for name in (key, f"{key}_low", f"{key}_high")))
+
+
 def course(question: str, every: int, steps: int) -> str:
     """Test score over training, and reward, length, mismatch and rejection at its end, run by run."""
     at = range(0, steps + 1, every)
@@ -383,13 +375,8 @@ def course(question: str, every: int, steps: int) -> str:
         for seed, rows in runs.items():
             by_step = {row["step"]: row for row in rows}
             last = [row for row in rows if "reward/mean" in row][-WINDOW:]
-            cells = [
-                arm,
-                str(seed),
-                *(f"{100 * by_step[step][DENSE]:.1f}" if DENSE in by_step.get(step, ()) else "" for step in at),
-            ]
-            sparse = [row[SPARSE] for row in rows if SPARSE in row]
-            cells.append(f"{100 * sparse[-1]:.1f}" if sparse else "")
+            cells = [arm, str(seed), *(score(by_step.get(step, {}), DENSE) for step in at)]
+            cells.append(next((score(row, SPARSE) for row in reversed(rows) if SPARSE in row), ""))
             for key, form in (("reward/mean", ".3f"), ("response/mean_tokens", ",.0f"), ("sparse/mismatch_k3", ".4f")):
                 cells.append(f"{statistics.mean(row[key] for row in last):{form}}")
             lines.append([*cells, f"{100 * statistics.mean(row['sparse/rejection_rate'] for row in last):.1f}"])
@@ -463,8 +450,10 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
         "h-stability": lambda: table(HEADS, lines()),
+        "l-scores": lambda: table(long_answers.HEADS, long_answers.cells()),
         "l-course": lambda: course("l-long", 10, 30),
         "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
+        "l-race": lambda: table(long_answers.RACE_HEADS, long_answers.race()),
         "l-health": lambda: health("l-long"),
         "l-alerts": lambda: warned("l-long"),
         "d-scores": lambda: scores("d-samples"),

@@ -1,0 +1,22 @@
+"""Means with intervals over seeds, and tables, as the pages show them."""
+
+import statistics
+from collections.abc import Sequence
+
+from sparse_rl.evaluate.statistics import t_interval
+
+NOT_YET = "Not run yet."
+
+
+def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
+    """The mean over seeds and, from three on, the half-width of its interval: of two it says nothing."""
+    if len(values) < 3:
+        return f"{statistics.mean(values):{sign}.{digits}f}"
+    mean, low, high = t_interval(values)
+    return f"{mean:{sign}.{digits}f} ± {(high - low) / 2:.{digits}f}"
+
+
+def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    if not lines:
+        return NOT_YET
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
