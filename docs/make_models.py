@@ -37,19 +37,26 @@ TOKENS = 48
 EXACT = 1e-4
 """Largest difference of log-probs that counts as rounding in float32."""
 YES = "yes"
-HEAD = f"""\
+HEAD = """\
 # Models
 
-`sparse-rl` supports these families. The engine [checks](api.md#which-models) your own model before its first rollout. `python docs/make_models.py` writes this page from
-small models with random weights and windows of {WINDOW} tokens. Columns:
+`sparse-rl` supports these families. The engine [checks](api.md#which-models) your own model before its first rollout. The last columns are differences between
+the log-probs of sampler and learner ([columns and checks](#how-the-table-is-measured)).
+"""
+LEGEND = f"""\
+## How the table is measured
 
-- **Checks**, in float32:
+`python docs/make_models.py` writes this page from small models with random weights and windows of {WINDOW} tokens. Every family passes these checks in float32, unless
+its second column names one:
 
-  1. **Gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
-  2. **Plan**: `sparse-rl plan` counts weights, adapters, keys, windows and recurrent states exactly.
-  3. **Export**: the saved model loads in transformers with the same weights.
-  4. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts, with the same log-probs.
-  5. **FSDP**: every decoder layer is found, to be sharded on its own.
+1. **Gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
+2. **Plan**: `sparse-rl plan` counts weights, adapters, keys, windows and recurrent states exactly.
+3. **Export**: the saved model loads in transformers with the same weights.
+4. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts, with the same log-probs.
+5. **FSDP**: every decoder layer is found, to be sharded on its own.
+
+Other columns:
+
 - **LoRA**: the layers that `all-linear` adapts. *Attention* is q, k, v and o; *all* is also gate, up and down. The merged model samples as the adapted one.
 - **float32**: the largest difference between the log-probs of the sampler and of the learner's replay under the same evictions
   (prompts of {len(exactness.SHORT)} and {len(exactness.LONG)} tokens, responses of {exactness.TOKENS}, R-KV {exactness.KEPT.budget} + {exactness.KEPT.interval} and no eviction).
@@ -73,10 +80,10 @@ class Row:
     @property
     def cells(self) -> tuple[str, ...]:
         failed = [f"{name}: {result}" for name, result in self.checks.items() if result != YES]
-        return (self.family, self.layers, ", ".join(failed) or "all", self.lora)
+        return (self.family, "; ".join([self.layers, *failed]), self.lora)
 
 
-HEADINGS = ("family", "attention and MLP", "checks", "LoRA", "float32", "bfloat16")
+HEADINGS = ("family", "attention and MLP", "LoRA", "float32", "bfloat16")
 ATTENTION = ["k", "o", "q", "v"]
 COMMON_NAMES = {tuple(ATTENTION): "attention", tuple(sorted([*ATTENTION, "gate", "up", "down"])): "all"}
 """Names of common sets of adapted layers in the table."""
@@ -86,7 +93,7 @@ def page() -> str:
     rows = [line((*row(name).cells, *measured(name))) for name in RUNS]
     table = [line(HEADINGS), f"|{'---|' * len(HEADINGS)}", *rows]
     refused = ["| family | reason |", "|---|---|", *(f"| {name} | {refusal(name)} |" for name in REFUSED)]
-    return "\n".join([HEAD, *table, "\n## Refused\n", *refused, "\n## Decode speed\n", SPEED, "## Notes\n", NOTES])
+    return "\n".join([HEAD, *table, "\n## Refused\n", *refused, "", LEGEND, "## Decode speed\n", SPEED, "## Notes\n", NOTES])
 
 
 SPEED = """\
