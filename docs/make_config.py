@@ -91,10 +91,10 @@ def kind(annotation: Any) -> str:
 
 
 def bounds(rules: Iterable[Any]) -> str:
-    """The allowed range, such as " ≥ 1" or " 0–1"."""
+    """The allowed range, such as " ≥ 1" or " 0-1"."""
     found = {name: number(getattr(rule, name)) for rule in rules for name in SIGNS if hasattr(rule, name)}
     if found.keys() == {"ge", "le"}:
-        return f" {found['ge']}–{found['le']}"
+        return f" {found['ge']}-{found['le']}"
     return f" {' and '.join(f'{SIGNS[name]} {limit}' for name, limit in found.items())}" if found else ""
 
 
