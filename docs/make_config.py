@@ -18,16 +18,16 @@ PAGE = Path(__file__).parent / "config.md"
 HEAD = """\
 # Configuration
 
-`python docs/make_config.py` writes this page from the schema. Recipe keys and flags have the same names:
+Recipe keys and flags have the same names:
 
 ```toml
 [kv]
 budget = 256   # --kv.budget 256
 ```
 
-Flags override the recipe. A recipe overrides the one it `extends`. Write a list with commas (`--log.to wandb,tensorboard`), a table as JSON
-(`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. Other values or bounds are in
-parentheses. An option without a default is unset. `sparse-rl train … --dry-run` shows the resolved values.
+Flags override the recipe, which overrides the one it `extends`. Write a list with commas (`--log.to wandb,tensorboard`), a table as JSON
+(`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. Other values or bounds are in parentheses. `sparse-rl train … --dry-run` shows the resolved values.
+`python docs/make_config.py` writes this page.
 """
 WORDS = {int: "int", float: "float", bool: "bool", str: "text"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -91,10 +91,10 @@ def kind(annotation: Any) -> str:
 
 
 def bounds(rules: Iterable[Any]) -> str:
-    """The allowed range, such as " ≥ 1" or " 0 to 1"."""
+    """The allowed range, such as " ≥ 1" or " 0-1"."""
     found = {name: number(getattr(rule, name)) for rule in rules for name in SIGNS if hasattr(rule, name)}
     if found.keys() == {"ge", "le"}:
-        return f" {found['ge']} to {found['le']}"
+        return f" {found['ge']}-{found['le']}"
     return f" {' and '.join(f'{SIGNS[name]} {limit}' for name, limit in found.items())}" if found else ""
 
 

@@ -230,7 +230,7 @@ EVIDENCE = [
 
 @pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
-    """What docs/collapse.md says of them: of those with a correction, and dense ones, one is warned of, and late."""
+    """What experiments/RESULTS.md says of them: of those with a correction, and dense ones, one is warned of, and late."""
     with gzip.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
     alerts = check(rows, AlertsConfig())
@@ -260,7 +260,7 @@ ARTICLES = [
 
 @pytest.mark.parametrize("path", ARTICLES, ids=lambda path: f"{path.parents[1].name} {path.name.removesuffix('.jsonl.gz')}")
 def test_of_another_task_the_gradients_alarms_go_away(path):
-    """As docs/collapse.md says: where nothing fell, none lasted, and a reward that was met by hardly an answer, or by one without
+    """As experiments/RESULTS.md says: where nothing fell, none lasted, and a reward that was met by hardly an answer, or by one without
     an end, is told of in every run."""
     with gzip.open(path, "rt") as file:
         alerts = check([json.loads(line) for line in file], AlertsConfig())

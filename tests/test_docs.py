@@ -26,6 +26,7 @@ PAGES = [
     RESULTS,
     "experiments/RESULTS.md",
     "experiments/faults/README.md",
+    "benchmarks/RESULTS.md",
     "benchmarks/scaling.md",
     *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md"))),
 ]

@@ -38,6 +38,7 @@ def test_the_page_has_every_family_once():
     ]
     assert [name for name in named if name != "family"] == [*families.RUNS, *families.REFUSED]
     assert make_models.HEAD.splitlines() == LINES[: len(make_models.HEAD.splitlines())]
+    assert make_models.LEGEND in "\n".join(LINES)
     assert "\n".join(LINES).endswith("\n".join([make_models.SPEED, "## Notes\n", make_models.NOTES]).rstrip())
 
 

@@ -116,11 +116,11 @@ def test_the_evidence_is_that_of_the_page():
     rows = re.findall(r"^\| R-KV \d+(?: \(three seeds\))? \| ([\d.]+) \| (\d+) % \| ([\d.]+) % \|", PAGE, flags=re.MULTILINE)
     assert {float(share): (int(rejected), float(passed)) for share, rejected, passed in rows} == MEASURED
     assert re.search(r"mean of ([\d.]+) %", PAGE)[1] == str(MEASURED_DENSE)
+    bits = re.search(
+        r"ends at ([\d.]+) % right with all keys in 4 bits \((\d+) % rejected at first\) and at ([\d.]+) % dense", PAGE
+    )
     rejected, trained, dense = MEASURED_BITS
-    scores = r"\| [\d.]+ % \| [\d.]+ % \[.*?\] \| ([\d.]+) % \[.*?\]"  # before, after 20 steps, after 30
-    assert re.search(rf"^\| dense {scores}", PAGE, flags=re.MULTILINE)[1] == str(dense)
-    bits = re.search(rf"^\| `full`, 4 bits, `paper` {scores} \| (\d+) % \|", PAGE, flags=re.MULTILINE)
-    assert bits.groups() == (str(trained), str(rejected))
+    assert bits.groups() == (str(trained), str(rejected), str(dense))
 
 
 @pytest.mark.parametrize(

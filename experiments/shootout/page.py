@@ -227,9 +227,7 @@ QUANTISED = (
     ("`full`, 8 bits", "full 8bit"),
     ("`full`, 4 bits", "full 4bit"),
     ("R-KV {size}, protected", "rkv protected 0.2"),
-    ("TriAttention {size}, half of it recent, protected", "triattention protected recent 0.2"),
     ("TriAttention {size}, half of it recent, protected, 8 bits", "triattention protected recent 8bit 0.2"),
-    ("streaming {size}, protected, 8 bits", "streaming protected 8bit 0.2"),
     ("streaming {size}, protected, 4 bits", "streaming protected 4bit 0.3"),
     ("R-KV {size}, prompt evictable", "rkv 0.35"),
 )

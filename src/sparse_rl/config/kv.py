@@ -43,8 +43,8 @@ class KV(Section):
     budget: int | Literal["auto"] = Field(
         512,
         description=(
-            "Number of response tokens kept by a compaction. If protect_prompt is false, prompt tokens count too. auto: the run "
-            "measures it before the first step and adjusts it."
+            "Response tokens kept by a compaction; prompt tokens count too if protect_prompt is false. auto: the run measures and "
+            "adjusts it."
         ),
     )
     target_rejected: float = Field(
@@ -57,18 +57,18 @@ class KV(Section):
     window: int | Literal["auto"] = Field(
         "auto",
         description=(
-            "Number of most recent tokens that are never evicted. Policies such as rkv score with the queries of these tokens. auto: "
+            "Number of last tokens that are never evicted; policies such as rkv score with their queries. auto: "
             f"half of budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
         ),
     )
-    sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")
+    sinks: int = Field(4, ge=0, description="Number of first tokens that are never evicted.")
     protect_prompt: bool = Field(
         True,
         description="Never evict prompt tokens, store them once for all samples of a prompt, and let budget count the response.",
     )
     dtype: Literal["auto", "8bit", "4bit"] = Field(
         "auto",
-        description="Storage of keys and values: auto (the model's dtype), 8bit (half of bf16) or 4bit (a third or less with heads of 64, 96, 128 or 256 channels).",
+        description="Storage of keys and values: auto (the model's dtype), 8bit (half of bf16) or 4bit (0.28 to 0.38 of it, by head size).",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
