@@ -15,7 +15,7 @@ from sparse_rl.config import KV, Config, migrated_tables
 from sparse_rl.plan.dimensions import Dimensions, dimensions
 from sparse_rl.plan.memory import CONTEXT_BYTES, Plan, make_plan, rollouts_of_rank
 from sparse_rl.plan.parts import itemsize
-from sparse_rl.plan.roofline import GPU, GPUS, decode_s, step_time
+from sparse_rl.plan.roofline import GPU, GPUS, LAYER_S, decode_roofline_s, step_time
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "scaling.md"
@@ -59,9 +59,9 @@ def sampling_s(plan: Plan, gpu: GPU) -> float:
         end = running[0][0]
         middle = (now + end) / 2
         held = sum(middle - start for _, start in running) / len(running) + plan.prompt_tokens
-        seconds += (end - now) * decode_s(
-            dims, graph_of(len(running), plan.slots), in_cache(config.sampler_kv, held), size, gpu
-        )
+        slots = graph_of(len(running), plan.slots)
+        roofline = decode_roofline_s(dims, slots, in_cache(config.sampler_kv, held), size, gpu)
+        seconds += (end - now) * (roofline + dims.layers * LAYER_S)
         now = end
         while running and running[0][0] <= now:
             heapq.heappop(running)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -38,7 +39,7 @@ from sparse_rl.plan.memory import RESERVED_SHARE, largest_budget, peak_held, ste
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
-from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
+from sparse_rl.plan.roofline import GPUS, LAYER_S, communication, decode_roofline_s, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
 from sparse_rl.train.memory import checkpointed_layers, dense_slots, out_of_memory, peak_line, slots_of
 
@@ -535,13 +536,43 @@ def test_prediction_and_peak_are_put_side_by_side():
     assert line == "memory: peak 20.00 GiB, predicted 21.00 GiB (+5%)"
 
 
-def test_the_roofline_is_the_one_of_the_design():
+def test_a_decode_step_takes_its_roofline_and_the_latency_of_its_layers():
     """256 slots of 512 + 128 tokens on an H200: products of all slots, then one read of the 576.5 tokens a slot holds on
     average. An embedding that is looked up is not read."""
     for shape, params, token_bytes in (("1.5B", 1.54e9, 28 * 2 * 2 * 128 * 2), ("7B", 7.07e9, 28 * 2 * 4 * 128 * 2)):
         plan = planned(model=shape, memory_gib=140, slots=256)
-        expected = 2 * params * 256 / (0.79 * 989e12) + 256 * 576.5 * token_bytes / (0.9 * 4.8e12)
+        expected = 2 * params * 256 / (0.79 * 989e12) + 256 * 576.5 * token_bytes / (0.9 * 4.8e12) + 28 * 50e-6
         assert decode_step_s(plan, GPUS["h200"]) == pytest.approx(expected, rel=0.01)
+
+
+MEASURED = Path(__file__).parents[1] / "benchmarks/results"
+
+
+@pytest.mark.parametrize("name", ["1.5B", "1.5B-8bit", "1.5B-triattention", "1.5B-full-8bit", "7B", "7B-8bit"])
+def test_computed_decode_steps_take_about_as_long_as_measured_ones(name):
+    """256 slots on an H200. Products of 7B models are further from their roofline than those of 1.5B."""
+    arms = json.loads((MEASURED / f"rollout-{name}.json").read_text())["arms"]
+    dims, timed = dimensions(name.split("-")[0]), [arm for arm in arms if arm.get("decode_tokens_per_s")]
+    for arm in timed:
+        dtype = "8bit" if "8bit" in arm["name"] else "auto"
+        roofline = decode_roofline_s(dims, arm["slots"], arm["held_tokens"], 2, GPUS["h200"], dtype)
+        share = (roofline + dims.layers * LAYER_S) * arm["decode_tokens_per_s"] / arm["slots"]
+        assert 0.78 < share < 1.05, arm["name"]
+    assert timed
+
+
+@pytest.mark.parametrize("name", ["36gb-64-full-dense", "34.5gb-64-full-dense", "34.5gb-64-full-best"])
+def test_computed_sampling_under_a_cap_takes_about_as_long_as_measured(name):
+    """64 rollouts of full length on an H200. Dense ones wait for pages under both caps, and the plan leaves out that those that
+    wait are recomputed. Compressed ones never wait."""
+    record = json.loads((MEASURED / f"step-1.5B-{name}.json").read_text())
+    config = Config(**record["config"]).changed(method=record["arms"][0]["method"])
+    memory_bytes = parse_size(record["memory_cap"])
+    plan = make_plan(config, dimensions("1.5B"), memory_bytes=memory_bytes, prompt_tokens=record["prompt_tokens"])
+    step, at = record["arms"][0]["steps"][-1], step_time(plan, GPUS["h200"])
+    measured = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
+    assert 0.8 < (at.prefill_s + at.decode_s) / measured < 1.1
+    assert (plan.running < plan.slots) == (config.method == "dense"), (plan.running, plan.slots)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class BudgetRow:
     """Cached tokens that stay after a compaction, as a share of the longest sequence; 1 if dense."""
     plan: Plan
     step_s: float | None
-    """Best-case time of a step; None if the run does not fit."""
+    """Computed time of a step; None if the run does not fit."""
 
 
 def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal, host_bytes: int | None) -> list[BudgetRow]:

@@ -1,4 +1,4 @@
-"""Compute what the held-out evaluation of a run costs: rollouts, slots, best-case time and its share of the run."""
+"""Compute what the held-out evaluation of a run costs: rollouts, slots, computed time and its share of the run."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class EvaluationTime:
 
 
 def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
-    """Return the best-case time of an evaluation with each cache. The sets are evaluated in turn, shared by the ranks."""
+    """Return the computed time of an evaluation with each cache. The sets are evaluated in turn, shared by the ranks."""
     config = plan.config
     sets, problems = len(config.data.held_out), config.evaluated_problems
     rank_problems = -(-problems // config.ranks.count)

@@ -206,7 +206,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
         "update s",
     ]
     headings += [*(["sync s"] if several else []), "step s", counted(plan.config.steps, "step")]
-    table = titled_table(f"Best-case step time, computed for {speed}, all responses at full length", headings)
+    table = titled_table(f"Step time, computed for {speed}, all responses at full length", headings)
     for name, arm in arms(plan):
         if not arm.fits:
             table.add_row(name, "does not fit")
@@ -225,7 +225,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
 
 
 def evaluation_table(plan: Plan, gpu: GPU) -> Table:
-    title = f"Best-case evaluation time, computed for {gpu.name}, all responses at full length"
+    title = f"Evaluation time, computed for {gpu.name}, all responses at full length"
     headings = ("cache", "held-out sets", "rollouts", "slots", "evaluation s", "evaluations", "share of the run")
     table = titled_table(title, headings, left=["held-out sets"])
     sets = escape(printable(", ".join(map(name_of, plan.config.data.held_out))))

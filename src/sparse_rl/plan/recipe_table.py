@@ -32,7 +32,7 @@ def print_recipes() -> None:
     console.print(table)
     console.print_line(
         f"Computed values: the smallest of {', '.join(CARDS)} that fits the run, the predicted memory peak on it, and the "
-        "best-case time of all steps and evaluations with full-length responses."
+        "computed time of all steps and evaluations with full-length responses."
     )
 
 

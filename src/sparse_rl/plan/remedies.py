@@ -29,7 +29,7 @@ Edit = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Remedy:
-    """Flags with which the run fits, its plan, and the best-case time of a step."""
+    """Flags with which the run fits, its plan, and the computed time of a step."""
 
     flags: str
     plan: Plan
