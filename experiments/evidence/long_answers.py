@@ -161,18 +161,33 @@ def step_times() -> list[list[str]]:
 
 
 def plot_long_answers(out: Path) -> None:
-    """Draw over the steps: the test score of each run, and the rejected share of each arm, as mean and range of its seeds."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for number, (title, runs) in enumerate(runs_of().items()):
-        colour = f"C{number}"
+    """Draw test score, rejected share and reward over the steps, and the reward over the time of steps of full length under a
+    cap: a line per run for scores, mean and range of the seeds for the others."""
+    figure, ((left, right), (reward, minutes)) = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
+    named = read(QUESTION)
+    for number, (arm, title) in enumerate((arm, title) for arm, title in ARMS.items() if arm in named):
+        runs, colour = named[arm], f"C{number}"
         for place, run in enumerate(runs.values()):
-            scores = {row["step"]: 100 * row[DENSE] for row in run if DENSE in row}
-            left.plot(list(scores), list(scores.values()), marker="o", color=colour, label="" if place else title)
-        if title != "dense":
+            scored = {row["step"]: 100 * row[DENSE] for row in run if DENSE in row}
+            left.plot(list(scored), list(scored.values()), marker="o", color=colour, label="" if place else title)
+        if arm != "dense":
             draw(right, "sparse/rejection_rate", title, runs, colour)
+        draw(reward, "reward/mean", title, runs, colour)
+        if arm in RACE:
+            step_min = last_step(timed(RACE_CAP, RACE[arm]))["step_s"] / 60
+            draw(minutes, "reward/mean", title, at_minutes(runs, step_min), colour)
     left.set(title="test score with a dense cache, %", xlabel="step", ylim=(0, None))
     right.set(title="share of rollouts rejected", xlabel="step", ylim=(0, None))
-    for axis in (left, right):
+    reward.set(title="reward, means of five steps", xlabel="step", ylim=(0, None))
+    minutes.set(
+        title=f"reward, if answers of 4,096 tokens\nare sampled under {RACE_CAP:g} GB", xlabel="minutes", ylim=(0, None)
+    )
+    for axis in (left, right, reward, minutes):
         axis.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, out)
+
+
+def at_minutes(runs: dict[int, Rows], step_min: float) -> dict[int, Rows]:
+    """Return the runs with minutes in place of steps."""
+    return {seed: [row | {"step": row["step"] * step_min} for row in run] for seed, run in runs.items()}
