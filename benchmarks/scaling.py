@@ -1,6 +1,6 @@
 """Steps on 8 to 1,024 GPUs, computed and not measured: python benchmarks/scaling.py writes the tables of scaling.md.
 
-Memory and the learner are `sparse-rl plan`'s; sampling is its roofline too, but with responses of all lengths: a rank's rollouts
+Memory and the learner are `sparse-rl plan`'s; sampling has its decode steps too, but responses of all lengths: a rank's rollouts
 go through its slots one after the other, and steps cost less as slots fall idle. The first table puts the same computation
 beside what was measured on one GPU.
 """
@@ -15,7 +15,7 @@ from sparse_rl.config import KV, Config, migrated_tables
 from sparse_rl.plan.dimensions import Dimensions, dimensions
 from sparse_rl.plan.memory import CONTEXT_BYTES, Plan, make_plan, rollouts_of_rank
 from sparse_rl.plan.parts import itemsize
-from sparse_rl.plan.roofline import GPU, GPUS, LAYER_S, decode_roofline_s, step_time
+from sparse_rl.plan.roofline import GPU, GPUS, decode_s, step_time
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "scaling.md"
@@ -60,8 +60,7 @@ def sampling_s(plan: Plan, gpu: GPU) -> float:
         middle = (now + end) / 2
         held = sum(middle - start for _, start in running) / len(running) + plan.prompt_tokens
         slots = graph_of(len(running), plan.slots)
-        roofline = decode_roofline_s(dims, slots, in_cache(config.sampler_kv, held), size, gpu)
-        seconds += (end - now) * (roofline + dims.layers * LAYER_S)
+        seconds += (end - now) * decode_s(dims, slots, in_cache(config.sampler_kv, held), size, gpu)
         now = end
         while running and running[0][0] <= now:
             heapq.heappop(running)

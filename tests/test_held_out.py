@@ -19,12 +19,13 @@ from sparse_rl.models.load import load_model
 from sparse_rl.plan.dimensions import dimensions
 from sparse_rl.plan.evaluation import evaluation_times, evaluations, run_s, share_of_run
 from sparse_rl.plan.memory import make_plan
-from sparse_rl.plan.roofline import GPUS, LAYER_S, decode_roofline_s, step_time
+from sparse_rl.plan.roofline import GPUS, decode_s, step_time
 from sparse_rl.report.document import ReportSource
 from sparse_rl.report.figures import write_figures
 from sparse_rl.report.runs import read
 from sparse_rl.report.verdict import verdict
 from sparse_rl.rewards.pool import pool_for
+from sparse_rl.sizes import live_dense_pages
 from sparse_rl.train import held_out
 from sparse_rl.train.held_out import Evaluator
 from sparse_rl.train.inputs import HeldOut
@@ -205,20 +206,22 @@ def planned(*flags, model="1.5B", memory_gib=140.0, **options):
     return make_plan(config, dimensions(model), memory_bytes=int(memory_gib * GIB), **options)
 
 
-def test_an_evaluation_costs_its_waves_of_decode_steps():
-    """Recomputed by hand: 2 sets of 300 problems in waves of the slots, each cache at the tokens it holds on average."""
+def test_an_evaluation_costs_its_decode_steps():
+    """Recomputed by hand: 2 sets of 300 problems, each cache at the tokens it holds on average. Sparse slots run in waves. A dense
+    cache runs as many sequences as its pages hold at half of their response, and a problem starts when another ends."""
     plan = planned("--data.test", "gsm8k,math500", "--eval.problems", "300", "--rollout.slots", "128", "--eval.cache", "both")
     gpu, tokens = GPUS["h200"], plan.config.rollout.max_tokens
     by_cache = {each.cache: each for each in evaluation_times(plan, gpu)}
     assert list(by_cache) == ["dense", "sparse"] and {each.rollouts for each in by_cache.values()} == {600}
-    assert by_cache["sparse"].slots == 128 and by_cache["dense"].slots == plan.evaluation_slots
-    for cache, held in (("sparse", 512 + 129 / 2), ("dense", 256 + tokens / 2)):
-        slots, left, waves = by_cache[cache].slots, 300, 0.0
-        while left > 0:
-            waves += tokens * (decode_roofline_s(plan.dims, min(slots, left), held, 2, gpu) + plan.dims.layers * LAYER_S)
-            left -= slots
-        prefill = 2 * plan.dims.active_params * 600 * 256 / (0.79 * gpu.flops)
-        assert by_cache[cache].seconds == pytest.approx(2 * waves + prefill)
+    prefill = 2 * plan.dims.active_params * 600 * 256 / (0.79 * gpu.flops)
+    waves = sum(tokens * decode_s(plan.dims, slots, 512 + 129 / 2, 2, gpu) for slots in (128, 128, 44))
+    assert by_cache["sparse"].slots == 128 and by_cache["sparse"].seconds == pytest.approx(2 * waves + prefill)
+    pages = live_dense_pages(256, tokens, plan.evaluation_slots, 1)
+    at_once = min(300, int(64 * pages / (256 + tokens / 2)))
+    assert at_once < by_cache["dense"].slots == plan.evaluation_slots
+    steps = 300 / at_once * tokens
+    seconds = 2 * steps * decode_s(plan.dims, at_once, 256 + tokens / 2, 2, gpu) + prefill
+    assert by_cache["dense"].seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, 7), (1, 7), (3, 7), (7, 7), (9, 7), (5, 20)])
@@ -242,8 +245,7 @@ def test_the_time_of_a_run_is_that_of_all_steps_and_evaluations():
     plan = planned(*flags, "--rollout.slots", "256", "--optimizer.gradient-checkpointing")
     gpu = GPUS["h200"]
     prefill = 2 * plan.dims.active_params * 200 * 256 / (0.79 * gpu.flops)
-    decode_step_s = decode_roofline_s(plan.dims, 200, 512 + 129 / 2, 2, gpu) + plan.dims.layers * LAYER_S
-    evaluated = plan.config.rollout.max_tokens * decode_step_s + prefill
+    evaluated = plan.config.rollout.max_tokens * decode_s(plan.dims, 200, 512 + 129 / 2, 2, gpu) + prefill
     expected = 40 * step_time(plan, gpu).total_s + 5 * evaluated
     assert run_s(plan, gpu) == pytest.approx(expected)
     both = plan.replanned(plan.config.model_copy(update={"compare": ("sparse_rl", "dense")}))

@@ -39,7 +39,7 @@ from sparse_rl.plan.memory import RESERVED_SHARE, largest_budget, peak_held, ste
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
-from sparse_rl.plan.roofline import GPUS, LAYER_S, communication, decode_roofline_s, decode_step_s, find_gpu, step_time
+from sparse_rl.plan.roofline import GPUS, communication, decode_s, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
 from sparse_rl.train.memory import checkpointed_layers, dense_slots, out_of_memory, peak_line, slots_of
 
@@ -548,16 +548,22 @@ def test_a_decode_step_takes_its_roofline_and_the_latency_of_its_layers():
 MEASURED = Path(__file__).parents[1] / "benchmarks/results"
 
 
-@pytest.mark.parametrize("name", ["1.5B", "1.5B-8bit", "1.5B-triattention", "1.5B-full-8bit", "7B", "7B-8bit"])
-def test_computed_decode_steps_take_about_as_long_as_measured_ones(name):
-    """256 slots on an H200. Products of 7B models are further from their roofline than those of 1.5B."""
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        *((name, 0.89) for name in ("1.5B", "1.5B-8bit", "1.5B-triattention", "1.5B-full-8bit")),
+        *((name, 0.74) for name in ("1.5B-full-4bit", "7B", "7B-8bit", "7B-4bit")),
+    ],
+)
+def test_computed_decode_steps_take_at_most_as_long_as_measured_ones(name, least):
+    """256 slots on an H200. Unpacking all keys from 4 bits takes time that is not counted, and products of 7B models are further
+    from their peak than those of 1.5B."""
     arms = json.loads((MEASURED / f"rollout-{name}.json").read_text())["arms"]
     dims, timed = dimensions(name.split("-")[0]), [arm for arm in arms if arm.get("decode_tokens_per_s")]
     for arm in timed:
-        dtype = "8bit" if "8bit" in arm["name"] else "auto"
-        roofline = decode_roofline_s(dims, arm["slots"], arm["held_tokens"], 2, GPUS["h200"], dtype)
-        share = (roofline + dims.layers * LAYER_S) * arm["decode_tokens_per_s"] / arm["slots"]
-        assert 0.78 < share < 1.05, arm["name"]
+        dtype = next((bits for bits in ("8bit", "4bit") if bits in arm["name"]), "auto")
+        step_s = decode_s(dims, arm["slots"], arm["held_tokens"], 2, GPUS["h200"], dtype)
+        assert least < step_s * arm["decode_tokens_per_s"] / arm["slots"] < 1.05, arm["name"]
     assert timed
 
 

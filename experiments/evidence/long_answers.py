@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from figures import WINDOW, draw, save, smooth
-from pages import interval
+from formatting import interval
 from raw import DENSE, SPARSE, Rows, read
 
 QUESTION = "l-long"
@@ -26,23 +26,22 @@ END = 20
 HEADS = (
     "cache of the sampler",
     "seeds",
-    *(f"right after {END} steps, %", "mean", "with its own cache, %", "mean"),
+    *(f"right after {END} steps, dense cache, %", "mean, dense cache", "own cache, %", "mean, own cache"),
     *(f"after {step}, %" for step in (10, 30)),
     "rejected, steps 16 to 20, %",
     "KV bytes saved, steps 16 to 20, %",
 )
-REWARD = 0.45
-"""About three quarters of the way of the first dense run from its first reward to its last."""
-TIMED = {
-    "64-dense": "dense",
-    "64-dense-4bit": "all keys, 4 bits",
-    "64-best": "TriAttention 1,112 + 128, 8 bits",
-    "64-full-dense": "dense",
-    "64-full-best": "TriAttention 896 + 128, 8 bits",
-}
-"""Ends of the names of the records of timed steps: what the sampler's cache is."""
-CAPS = (36, 34.5)
-"""Caps of memory under which steps were timed, in GB."""
+REWARDS = (0.4, 0.45, 0.5)
+"""Rewards whose first step is shown: between a third and three quarters of the way of the first dense run, from 0.30 to 0.57."""
+TIMED = (
+    (36, "64-dense", "dense"),
+    (36, "64-dense-4bit", "all keys, 4 bits"),
+    (36, "64-best", "TriAttention 1,112 + 128, 8 bits"),
+    (36, "64-full-dense", "dense"),
+    (34.5, "64-full-dense", "dense"),
+    (34.5, "64-full-best", "TriAttention 896 + 128, 8 bits"),
+)
+"""Timed steps: cap of memory in GB, end of the name of the record, and the sampler's cache."""
 STEP_HEADS = (
     "cap, GB",
     "mean answer",
@@ -54,17 +53,10 @@ STEP_HEADS = (
     "peak, GiB",
     "planned",
 )
-RACE = {"dense": "64-full-dense", "best": "64-full-best"}
-"""Arms whose time to a reward is compared, and the step that counts."""
-RACE_CAP = 34.5
-RACE_HEADS = (
-    "cache of the sampler",
-    "seeds",
-    f"steps to a reward of {REWARD}",
-    "seconds a step",
-    "seconds to the reward",
-    "mean",
-)
+OVER_TIME = {"dense": "64-full-dense", "best": "64-full-best"}
+"""Arms whose rewards are drawn over time, and the step that counts."""
+TIMED_CAP = 34.5
+REWARD_HEADS = ("cache of the sampler", "seed", *(f"steps to a reward of {level:g}" for level in REWARDS))
 
 
 def runs_of() -> dict[str, dict[int, Rows]]:
@@ -106,22 +98,15 @@ def listed(values: dict[int, float]) -> str:
     return ", ".join("-" if math.isnan(value) else f"{value:.1f}" for value in values.values())
 
 
-def steps_to_reward(run: Rows) -> float:
-    """Return the first step whose mean over the last five is at least REWARD. NaN if there is none."""
-    curve = [(row["step"], row["reward/mean"]) for row in run if "reward/mean" in row]
-    return next((step for step, mean in smooth(curve, statistics.mean)[WINDOW - 1 :] if mean >= REWARD), math.nan)
-
-
-def race() -> list[list[str]]:
-    """Return a row for each arm of RACE: steps to the reward by seed, and what they take if all answers have full length."""
+def steps_to_rewards() -> list[list[str]]:
+    """Return a row for each run: the first steps whose mean over the last five is at least each of REWARDS."""
     rows = []
-    for arm, record in RACE.items():
-        runs = read(QUESTION)[arm]
-        step_s = last_step(timed(RACE_CAP, record))["step_s"]
-        steps = [steps_to_reward(run) for run in runs.values()]
-        seconds = [count * step_s for count in steps]
-        each = (", ".join(f"{count:.0f}" for count in values) for values in (steps, seconds))
-        rows.append([ARMS[arm], ", ".join(map(str, runs)), next(each), f"{step_s:.1f}", next(each), interval(seconds, 0)])
+    for title, runs in runs_of().items():
+        for seed, run in runs.items():
+            curve = [(row["step"], row["reward/mean"]) for row in run if "reward/mean" in row]
+            means = smooth(curve, statistics.mean)[WINDOW - 1 :]
+            reached = (next((f"{step}" for step, mean in means if mean >= level), "never") for level in REWARDS)
+            rows.append([title, f"{seed}", *reached])
     return rows
 
 
@@ -131,9 +116,8 @@ def saved(row: dict[str, float]) -> float:
 
 
 def timed(cap: float, name: str) -> dict[str, Any]:
-    """Return the record of a step that was timed under a cap of memory. Empty if it was not."""
-    path = BENCHMARKS / f"step-1.5B-{cap:g}gb-{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the record of a step that was timed under a cap of memory."""
+    return json.loads((BENCHMARKS / f"step-1.5B-{cap:g}gb-{name}.json").read_text())
 
 
 def last_step(record: dict[str, Any]) -> dict[str, float]:
@@ -144,19 +128,15 @@ def last_step(record: dict[str, Any]) -> dict[str, float]:
 def step_times() -> list[list[str]]:
     """Return a row for each timed step: seconds of the last step of its record."""
     rows = []
-    for cap in CAPS:
-        for name, title in TIMED.items():
-            if not (record := timed(cap, name)):
-                continue
-            [result], step = record["arms"], last_step(record)
-            tokens = step["tokens"] / math.prod(
-                record["config"]["rollout"][key] for key in ("prompts_per_step", "samples_per_prompt")
-            )
-            sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
-            seconds = (sampling, step["old log-probs"] + step["update"], step["step_s"])
-            peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
-            numbers = (f"{value:.1f}" for value in (*seconds, *peaks))
-            rows.append([f"{cap:g}", f"{tokens:,.0f}", title, f"{result['slots']}", *numbers])
+    for cap, name, title in TIMED:
+        record = timed(cap, name)
+        [result], step = record["arms"], last_step(record)
+        rollouts = math.prod(record["config"]["rollout"][key] for key in ("prompts_per_step", "samples_per_prompt"))
+        sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
+        seconds = (sampling, step["old log-probs"] + step["update"], step["step_s"])
+        peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
+        numbers = (f"{value:.1f}" for value in (*seconds, *peaks))
+        rows.append([f"{cap:g}", f"{step['tokens'] / rollouts:,.0f}", title, f"{result['slots']}", *numbers])
     return rows
 
 
@@ -173,14 +153,14 @@ def plot_long_answers(out: Path) -> None:
         if arm != "dense":
             draw(right, "sparse/rejection_rate", title, runs, colour)
         draw(reward, "reward/mean", title, runs, colour)
-        if arm in RACE:
-            step_min = last_step(timed(RACE_CAP, RACE[arm]))["step_s"] / 60
+        if arm in OVER_TIME:
+            step_min = last_step(timed(TIMED_CAP, OVER_TIME[arm]))["step_s"] / 60
             draw(minutes, "reward/mean", title, at_minutes(runs, step_min), colour)
     left.set(title="test score with a dense cache, %", xlabel="step", ylim=(0, None))
     right.set(title="share of rollouts rejected", xlabel="step", ylim=(0, None))
     reward.set(title="reward, means of five steps", xlabel="step", ylim=(0, None))
     minutes.set(
-        title=f"reward, if answers of 4,096 tokens\nare sampled under {RACE_CAP:g} GB", xlabel="minutes", ylim=(0, None)
+        title=f"reward, if answers of 4,096 tokens\nare sampled under {TIMED_CAP:g} GB", xlabel="minutes", ylim=(0, None)
     )
     for axis in (left, right, reward, minutes):
         axis.grid(alpha=0.3)

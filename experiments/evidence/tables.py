@@ -13,7 +13,7 @@ from pathlib import Path
 
 import long_answers
 from figures import WINDOW, budgets, plot, smooth, summary
-from pages import NOT_YET, interval, table
+from formatting import NOT_YET, interval, table
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import HEADS, lines, plot_stability
 
@@ -408,6 +408,7 @@ def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "evidence.md": {
         "long-answers": lambda: table(long_answers.HEADS, long_answers.cells()),
+        "long-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
         "outcome": lambda: outcome(
             "a-collapse",
             {
@@ -453,7 +454,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "l-scores": lambda: table(long_answers.HEADS, long_answers.cells()),
         "l-course": lambda: course("l-long", 10, 30),
         "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
-        "l-race": lambda: table(long_answers.RACE_HEADS, long_answers.race()),
+        "l-rewards": lambda: table(long_answers.REWARD_HEADS, long_answers.steps_to_rewards()),
         "l-health": lambda: health("l-long"),
         "l-alerts": lambda: warned("l-long"),
         "d-scores": lambda: scores("d-samples"),

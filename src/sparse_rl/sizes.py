@@ -224,6 +224,15 @@ def live_dense_pages(prompt_tokens: int, response_tokens: int, slots: int, sampl
     return max(live, least_dense_pages(prompt_tokens, response_tokens))
 
 
+def running_in_pages(pages: int, prompt_lengths: Collection[int], response_tokens: int, slots: int, samples: int) -> int:
+    """Return how many sequences of full length run at once in a dense cache: all slots if none waits for pages, or else as many
+    as the pages hold at half of their response, the mean over its sampling."""
+    if pages >= dense_pages(prompt_lengths, response_tokens, slots, samples):
+        return slots
+    sequence_pages = pages_of(response_tokens // 2) + pages_of(max(prompt_lengths)) / samples
+    return max(1, min(slots, int(pages / sequence_pages)))
+
+
 def dense_bytes(shape: AttentionShape, slots: int, pages: int, itemsize: int, dtype: str) -> int:
     """Return the bytes of keys and values in the slots and pages of a dense cache. `dtype` is `kv.dtype`."""
     return (slots * DENSE_SLOT_TOKENS + pages * PAGE_TOKENS) * token_bytes(shape, itemsize, dtype)

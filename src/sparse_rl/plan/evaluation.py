@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from ..config import KV, Config
-from ..sizes import pages_of, pool_pages
+from ..sizes import live_dense_pages, pages_of, pool_pages, running_in_pages
 from .memory import Plan
-from .roofline import GPU, decode_all_s, prefill_s, steps_s
+from .roofline import GPU, decode_all_s, decode_in_pages_s, prefill_s, steps_s
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,29 @@ def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
         kv = config.sampler_kv if cache == "sparse" else KV(policy="full")
         sampler_alone = config.eval.slots == "auto" and kv == config.sampler_kv
         slots = min(sampler_slots(plan) if sampler_alone else plan.evaluation_slots, rank_problems)
-        seconds = sets * (decode_all_s(plan, gpu, rank_problems, slots, kv, samples=1) + prefill_s(plan, gpu, rank_problems))
+        running = running_dense(plan, slots, rank_problems, sampler_alone) if kv.policy == "full" else slots
+        if running < slots:
+            decoding = decode_in_pages_s(plan, gpu, rank_problems, running, kv, samples=1)
+        else:
+            decoding = decode_all_s(plan, gpu, rank_problems, slots, kv, samples=1)
+        seconds = sets * (decoding + prefill_s(plan, gpu, rank_problems))
         found.append(EvaluationTime(cache, sets * problems, slots, seconds))
     return found
 
 
+def running_dense(plan: Plan, slots: int, problems: int, sampler_alone: bool) -> int:
+    """Return how many problems run at once in the pages of a dense cache: of the sampler's, or of the evaluation's own, which
+    hold the live tokens of responses of uniform lengths."""
+    prompt, longest = plan.prompt_tokens, plan.config.rollout.max_tokens
+    pages = plan.pages if sampler_alone else live_dense_pages(prompt, longest, slots, 1)
+    return running_in_pages(pages, [prompt] * problems, longest, slots, 1)
+
+
 def sampler_slots(plan: Plan) -> int:
-    """Return the problems that the sampler's cache evaluates at once: one per slot, or as many as its pages hold prompts."""
+    """Return the problems that have a slot at once in the sampler's cache: one per slot, or as many as its pages hold prompts."""
     rollout = plan.config.rollout
     if not plan.config.sampler_kv.stores_prompts:
-        return plan.running
+        return plan.slots
     pages = pool_pages([plan.prompt_tokens] * rollout.prompts_per_step, plan.slots, rollout.samples_per_prompt)
     return max(1, min(plan.slots, max(pages, plan.evaluation_pages) // pages_of(plan.prompt_tokens)))
 

@@ -19,8 +19,8 @@ from ..sizes import (
     dense_pages,
     live_dense_pages,
     page_table_width,
-    pages_of,
     pool_pages,
+    running_in_pages,
     slot_bytes,
     store_bytes,
     token_bytes,
@@ -106,12 +106,11 @@ class Plan:
     @property
     def running(self) -> int:
         """Sequences of full length that run at once: all slots, or as many as fill the pages of a dense cache."""
-        _, most = pool_sizes(self.config, self.slots, self.prompt_tokens)
-        if self.pages >= most:  # no sequence waits for pages, also because slots hold short ones without any
+        if self.config.sampler_kv.policy != "full":
             return self.slots
         rollout = self.config.rollout
-        sequence_pages = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
-        return max(1, min(self.slots, int(self.pages / sequence_pages)))
+        prompts = [self.prompt_tokens] * rollout.prompts_per_step
+        return running_in_pages(self.pages, prompts, rollout.max_tokens, self.slots, rollout.samples_per_prompt)
 
     @property
     def fits(self) -> bool:

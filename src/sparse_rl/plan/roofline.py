@@ -20,8 +20,9 @@ FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Attainable shares of peak FLOP/s and bandwidth, from an H200 (780 of 989 TFLOP/s in large matrix products, 4.3 of 4.8 TB/s
 in plain reads)."""
 LAYER_S = 50e-6
-"""Seconds that a layer of a decode step takes beyond its roofline: the latency of about ten small kernels. Measured on an H200 with
-1.5B and 3 to 256 slots: 42 to 65 microseconds, 87 with all keys in 4 bits (7B with 256 slots: 103 to 130)."""
+"""Seconds that a layer of a decode step takes beyond its roofline: the latency of about ten small kernels. With a 1.5B model on an
+H200: 42 microseconds with 32 slots (benchmarks/results/speed.json), 47 to 65 with 64 and 256 (step-1.5B-*-full-best.json,
+rollout-1.5B*.json), but 87 with all keys in 4 bits. With 7B and 256 slots, whose products are further from their peak: 103 to 130."""
 LEARNER_MFU = 0.4
 """Assumed share of the peak FLOP/s that the learner reaches."""
 UNMERGED_SLOWDOWN = 3.1
@@ -126,6 +127,20 @@ def decode_roofline_s(
     return weights + slots * bytes_per_slot / bandwidth
 
 
+def decode_s(
+    dims: Dimensions,
+    slots: int,
+    held: float,
+    size: int,
+    gpu: GPU,
+    dtype: str = "auto",
+    *,
+    in_window: float = 0.0,
+) -> float:
+    """Return the seconds of a decode step: its roofline, and the latency of the layers."""
+    return decode_roofline_s(dims, slots, held, size, gpu, dtype, in_window=in_window) + dims.layers * LAYER_S
+
+
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
     """Return the mean number of tokens that a slot reads in a decode step, including its prompt.
 
@@ -165,8 +180,7 @@ def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None 
         in_16_bits = token_bytes(dims.full, size) / token_bytes(dims.full, size, kv.dtype)
         held -= further * (1 - ONCE_SHARE * in_16_bits)
     slowdown = UNMERGED_SLOWDOWN if plan.config.model.lora.base == "4bit" else 1.0
-    roofline = decode_roofline_s(dims, slots, held, size, gpu, kv.dtype, in_window=in_window)
-    return slowdown * (roofline + dims.layers * LAYER_S)
+    return slowdown * decode_s(dims, slots, held, size, gpu, kv.dtype, in_window=in_window)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None, samples: int | None = None) -> float:
@@ -176,10 +190,13 @@ def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None 
     return plan.config.rollout.max_tokens * (waves * decode_step_s(plan, gpu, slots, kv, samples) + last)
 
 
-def decode_in_pages_s(plan: Plan, gpu: GPU, rollouts: int) -> float:
-    """Return the seconds to decode `rollouts` responses of full length where pages limit how many run: not in waves, because a
-    waiting sequence starts as soon as others free their pages."""
-    return max(1.0, rollouts / plan.running) * plan.config.rollout.max_tokens * decode_step_s(plan, gpu)
+def decode_in_pages_s(
+    plan: Plan, gpu: GPU, rollouts: int, running: int, kv: KV | None = None, samples: int | None = None
+) -> float:
+    """Return the seconds to decode `rollouts` responses of full length in a dense cache whose pages hold `running` of them on
+    average. There are no waves: a waiting sequence starts as soon as others free their pages."""
+    running = min(running, rollouts)
+    return rollouts / running * plan.config.rollout.max_tokens * decode_step_s(plan, gpu, running, kv, samples)
 
 
 def prefill_s(plan: Plan, gpu: GPU, prompts: float) -> float:
@@ -191,7 +208,10 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     rollout, optimizer = config.rollout, config.optimizer
     step = decode_step_s(plan, gpu)
     rollouts = rollouts_of_rank(config)
-    waits_for_pages = plan.running < plan.slots
+    if plan.running < plan.slots:
+        decoding = decode_in_pages_s(plan, gpu, rollouts, plan.running)
+    else:
+        decoding = decode_all_s(plan, gpu, rollouts, plan.slots)
     length = plan.prompt_tokens + rollout.max_tokens
     prompts = rollouts / samples_per_computed_prompt(plan.prompt_tokens, config, plain=dims.plain)
     tokens = rollouts * rollout.max_tokens + prompts * plan.prompt_tokens
@@ -211,7 +231,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     return StepTime(
         step,
         prefill_s(plan, gpu, rollouts / rollout.samples_per_prompt),
-        decode_in_pages_s(plan, gpu, rollouts) if waits_for_pages else decode_all_s(plan, gpu, rollouts, plan.slots),
+        decoding,
         max(old, travels.old_s),
         max(update, travels.update_s),
         plan.running / step,

@@ -1,4 +1,4 @@
-"""Means with intervals over seeds, and tables, as the pages show them."""
+"""Format means over seeds and Markdown tables."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ NOT_YET = "Not run yet."
 
 
 def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
-    """The mean over seeds and, from three on, the half-width of its interval: of two it says nothing."""
+    """Return the mean, with the half-width of its 95 % interval if there are three or more values."""
     if len(values) < 3:
         return f"{statistics.mean(values):{sign}.{digits}f}"
     mean, low, high = t_interval(values)
@@ -17,6 +17,7 @@ def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
 
 
 def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, or `NOT_YET` if it has no lines."""
     if not lines:
         return NOT_YET
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
