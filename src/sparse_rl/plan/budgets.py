@@ -191,8 +191,8 @@ def evidence(share: float, policy: str) -> str:
         return trained
     by_task = ", ".join(f"{rejected}% of answers to {task}" for task, rejected in MEASURED_TRIATTENTION.items())
     return (
-        f"{trained} TriAttention was measured before training only: with a fifth of a response as budget, it rejects {by_task} "
-        "(1.5B, protected prompts; experiments/shootout/README.md)."
+        f"{trained} Before training, TriAttention with a fifth of a response as budget rejects {by_task} "
+        "(1.5B, protected prompts; experiments/shootout/README.md). Two runs trained with it (docs/evidence.md)."
     )
 
 
