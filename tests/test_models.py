@@ -559,6 +559,7 @@ def test_only_safetensors_are_asked_for_and_no_remote_code(monkeypatch):
         raise OSError("enough")
 
     monkeypatch.setattr(loading, "why_unreachable", lambda ask, path: None)
+    monkeypatch.setattr(loading, "_config", lambda path: {})  # nor does transformers ask the hub
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     with pytest.raises(UserError, match="enough"):
         load_model("someone/something")
@@ -571,6 +572,7 @@ def test_custom_code_is_refused_in_the_same_words_for_a_folder_and_for_the_hub(t
 
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}')
     monkeypatch.setattr(loading, "why_unreachable", lambda ask, path: None)
+    monkeypatch.setattr(loading, "_config", lambda path: {})  # nor does transformers ask the hub
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", from_pretrained)
     for load, path in ((load_model, str(tmp_path)), (load_model, "some/model"), (load_tokenizer, "some/model")):
