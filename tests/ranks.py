@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
+from frames import in_one_chunk
 from small_runs import CONTEXT
 from sparse_rl.cli import main
 from sparse_rl.config import Config
@@ -58,7 +59,7 @@ def _rank(variables: dict[str, str], output: Path, work: Callable, given: tuple)
         os.dup2(file, stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))
     torch.set_num_threads(1)
-    work(*given)
+    in_one_chunk(work, *given)
 
 
 # The work of a rank

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from frames import in_one_chunk
 from sparse_rl import load_tokenizer
 from sparse_rl.cli import main
 
@@ -239,4 +240,4 @@ def _command(arguments: list[str], output: Connection, file_bytes: int | None) -
     if file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     torch.set_num_threads(1)
-    main(arguments)
+    in_one_chunk(main, arguments)

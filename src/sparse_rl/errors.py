@@ -1,10 +1,8 @@
 """User-facing errors and notices. An error is one sentence with a fix; a notice is printed once."""
 
 import functools
-import logging
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 
@@ -76,6 +74,8 @@ def first_line(error: BaseException) -> str:
 def quiet_packages() -> None:
     """Silence warnings that a user cannot fix: about torchao's enums, kernels of torchao and bitsandbytes that do not load, and
     flash-linear-attention on a CPU. sparse-rl does not use these there."""
+    import logging  # imported here, because every reward worker imports this module
+
     for name in ("torch.utils._pytree", "torchao", "bitsandbytes.backends.cpu"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Triton is not supported on current platform")
@@ -105,6 +105,8 @@ def notice(text: str) -> None:
 
 def say_unexpected(error: Exception) -> None:
     """Print an unexpected error in one sentence and write its traceback to a file."""
+    import tempfile  # likewise
+
     what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
     try:
         with tempfile.NamedTemporaryFile("w", prefix="sparse-rl-", suffix=".log", delete=False, errors="replace") as file:

@@ -1,6 +1,5 @@
 """Make external text safe to display, e.g. text from a model, a file or a folder name."""
 
-import difflib
 import re
 import reprlib
 import unicodedata
@@ -50,6 +49,8 @@ def listed(names: Iterable[object], most: int = 20) -> str:
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
     """Return a question with the known name that is most similar, or `otherwise` if none is. The default lists all names."""
+    import difflib  # imported here, because every reward worker imports this module
+
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise or f"use one of {', '.join(known) or 'none'}."
 

@@ -175,7 +175,7 @@ def make_plan(
 
     chosen = config.optimizer.gradient_checkpointing
     layers = dims.layers if chosen else 0
-    if chosen == "auto":
+    if chosen == "auto" and plan_with(dims.layers - 1).fits:
         layers = dims.layers - largest(lambda plain: plan_with(dims.layers - plain).fits, dims.layers)
     plan = plan_with(layers)
     if least == most or not plan.fits:
@@ -209,9 +209,13 @@ def auto_limit(config: Config) -> int:
 
 def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, prompt_tokens: int, limit: int) -> int:
     """Return the largest number of slots that fits, at most `limit`; 0 if not even one slot fits."""
+    tried = [config]
+    if config.optimizer.gradient_checkpointing == "auto":  # fits if all layers recompute, which takes one plan to see
+        tried = [config.changed(optimizer={"gradient_checkpointing": True}), config]
 
     def fit(slots: int) -> bool:
-        return make_plan(config, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots).fits
+        plans = (make_plan(each, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots) for each in tried)
+        return any(plan.fits for plan in plans)
 
     return largest(fit, limit)
 

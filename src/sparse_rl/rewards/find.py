@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -110,6 +109,8 @@ def imported(where: str, spec: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name and (where == error.name or where.startswith(f"{error.name}.")):
+            import pkgutil  # imported here, because every reward worker imports this module
+
             here = [module.name for module in pkgutil.iter_modules(["."])]
             raise UserError(
                 f"reward.function = {spec} was not found: no module {error.name} in the current folder or among the "
