@@ -22,7 +22,7 @@ from sparse_rl.plan.dimensions import Dimensions, from_config
 from sparse_rl.plan.memory import cache_parts
 from sparse_rl.plan.output import ESTIMATED
 from sparse_rl.plan.remedies import sentence
-from sparse_rl.plan.roofline import BANDWIDTH_SHARE, GPUS, decode_roofline_s
+from sparse_rl.plan.roofline import BANDWIDTH_SHARE, GPUS, decode_s
 from sparse_rl.sizes import token_bytes
 from sparse_rl.train import memory
 from sparse_rl.train.memory import checkpointed_layers, out_of_memory, plan_run, reserve_step, slots_of
@@ -113,7 +113,7 @@ def test_automatic_slots_follow_the_states(hybrid, policy):
 def test_a_decode_step_reads_and_writes_states(hybrid):
     gpu, none = GPUS["h200"], hybrid.full
     assert none.layers == 2 and token_bytes(none, 2) == 2 * 2 * 256 * 2 and not none.states
-    more_s = decode_roofline_s(hybrid, 64, 1000, 2, gpu) - decode_roofline_s(none, 64, 1000, 2, gpu)
+    more_s = decode_s(hybrid, 64, 1000, 2, gpu, layer_s=0.0) - decode_s(none, 64, 1000, 2, gpu, layer_s=0.0)
     assert more_s == pytest.approx(64 * 2 * hybrid.state_bytes(2) / (gpu.bandwidth * BANDWIDTH_SHARE))
 
 

@@ -22,7 +22,7 @@ from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
 from ..models.support import set_head_dtype
 from ..plan.dimensions import from_config
-from ..plan.roofline import decode_roofline_s, find_gpu, mean_held
+from ..plan.roofline import decode_s, find_gpu, mean_held
 from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
@@ -261,7 +261,7 @@ def share_of_roofline(model: PreTrainedModel, kv: KV, slots: int, held: float, t
     except UserError:
         return None  # the plan does not support this GPU or model
     in_window = min(dims.window or 0, held)  # a lower bound: windows hold more than a full layer that is compressed
-    step_s = decode_roofline_s(dims, slots, held, model.dtype.itemsize, gpu, kv.dtype, in_window=in_window)
+    step_s = decode_s(dims, slots, held, model.dtype.itemsize, gpu, kv.dtype, in_window=in_window, layer_s=0.0)
     return tokens_per_s * step_s / slots
 
 

@@ -102,31 +102,6 @@ class StepTime:
         return self.prefill_s + self.decode_s + self.old_s + self.update_s + self.sync_s
 
 
-def decode_roofline_s(
-    dims: Dimensions,
-    slots: int,
-    held: float,
-    size: int,
-    gpu: GPU,
-    dtype: str = "auto",
-    *,
-    in_window: float = 0.0,
-) -> float:
-    """Return the least seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says, and `in_window`
-    tokens in each sliding window.
-
-    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache. Recurrent
-    states are read and written.
-    """
-    flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
-    weights = max(2 * dims.active_params * slots / flops, dims.read_params(slots) * size / bandwidth)
-    whole, local = dims.attending
-    bytes_per_slot = token_bytes(dims.full, size, dtype) * held * (whole / max(1, dims.full.layers))
-    bytes_per_slot += token_bytes(dims.local, size) * in_window * (local / max(1, len(dims.windowed)))
-    bytes_per_slot += 2 * dims.state_bytes(size)
-    return weights + slots * bytes_per_slot / bandwidth
-
-
 def decode_s(
     dims: Dimensions,
     slots: int,
@@ -136,9 +111,21 @@ def decode_s(
     dtype: str = "auto",
     *,
     in_window: float = 0.0,
+    layer_s: float = LAYER_S,
 ) -> float:
-    """Return the seconds of a decode step: its roofline, and the latency of the layers."""
-    return decode_roofline_s(dims, slots, held, size, gpu, dtype, in_window=in_window) + dims.layers * LAYER_S
+    """Return the seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says, and `in_window` tokens in
+    each sliding window.
+
+    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache and the
+    latency `layer_s` of each layer. With a latency of 0, it is the roofline. Recurrent states are read and written.
+    """
+    flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
+    weights = max(2 * dims.active_params * slots / flops, dims.read_params(slots) * size / bandwidth)
+    whole, local = dims.attending
+    bytes_per_slot = token_bytes(dims.full, size, dtype) * held * (whole / max(1, dims.full.layers))
+    bytes_per_slot += token_bytes(dims.local, size) * in_window * (local / max(1, len(dims.windowed)))
+    bytes_per_slot += 2 * dims.state_bytes(size)
+    return weights + slots * bytes_per_slot / bandwidth + dims.layers * layer_s
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
