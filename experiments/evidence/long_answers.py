@@ -1,4 +1,4 @@
-"""Question L in one table and one figure: test score, rejection and memory of each arm with long answers."""
+"""Question L in three tables and one figure: scores, rejections, memory, step times and rewards of the arms with long answers."""
 
 import json
 import math
