@@ -2,11 +2,11 @@
 
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from curves import smooth
 from raw import DENSE, SPARSE, Rows, ends, read, starts
 
 plt.switch_backend("svg")
@@ -20,14 +20,6 @@ PANELS = {
     "policy/entropy": "entropy",
 }
 LOGARITHMIC = ("policy/grad_norm", "sparse/mismatch_k3")
-WINDOW = 5
-"""Steps that a point of a curve is the mean of."""
-
-
-def smooth(curve: list[tuple[float, float]], mean: Callable[[list[float]], float]) -> list[tuple[float, float]]:
-    return [
-        (step, mean([value for _, value in curve[max(0, at + 1 - WINDOW) : at + 1]])) for at, (step, _) in enumerate(curve)
-    ]
 
 
 def draw(axis: Any, key: str, arm: str, runs: dict[int, Rows], colour: str) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from figures import WINDOW, draw, save, smooth
+from curves import WINDOW, first_step, smooth
+from figures import draw, save
 from formatting import interval
-from raw import DENSE, SPARSE, Rows, read
+from raw import DENSE, HERE, SPARSE, Rows, read
 
 QUESTION = "l-long"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -21,15 +22,22 @@ ARMS = {
     "paper": "R-KV 1,024 with the question evictable, corrected",
     "naive": "R-KV 1,024 with the question evictable, uncorrected",
 }
+UNREJECTED = (ARMS["dense"], ARMS["naive"])
+"""Arms that reject no rollouts."""
 END = 20
-"""The step after which most runs end."""
+"""Last step of most runs."""
 HEADS = (
     "cache of the sampler",
     "seeds",
     *(f"right after {END} steps, dense cache, %", "mean, dense cache", "own cache, %", "mean, own cache"),
     *(f"after {step}, %" for step in (10, 30)),
-    "rejected, steps 16 to 20, %",
-    "KV bytes saved, steps 16 to 20, %",
+    "rejected, %",
+    "KV bytes saved, %",
+)
+DIFFERENCE_HEADS = (
+    "cache of the sampler",
+    "seeds",
+    *(f"{what} {step} steps, points" for step in (10, END) for what in ("from dense after", "mean after")),
 )
 REWARDS = (0.4, 0.45, 0.5)
 """Rewards whose first step is shown: between a third and three quarters of the way of the first dense run, from 0.30 to 0.57."""
@@ -40,8 +48,10 @@ TIMED = (
     (36, "64-full-dense", "dense"),
     (34.5, "64-full-dense", "dense"),
     (34.5, "64-full-best", "TriAttention 896 + 128, 8 bits"),
+    (36, "32-64-full", "dense"),
+    (36, "32-64-full", "prompt and last 752 tokens, 4 bits"),
 )
-"""Timed steps: cap of memory in GB, end of the name of the record, and the sampler's cache."""
+"""Timed steps: cap of memory in GB, end of the name of the record, and the sampler's cache. `32` has prompts of 32 problems."""
 STEP_HEADS = (
     "cap, GB",
     "mean answer",
@@ -53,10 +63,13 @@ STEP_HEADS = (
     "peak, GiB",
     "planned",
 )
-OVER_TIME = {"dense": "64-full-dense", "best": "64-full-best"}
-"""Arms whose rewards are drawn over time, and the step that counts."""
-TIMED_CAP = 34.5
+STEPS_OF = {"dense": ((36, "64-dense"), (36, "64-full-dense")), "best": ((36, "64-best"), (34.5, "64-full-best"))}
+"""Timed steps of an arm with short and with long answers, for 36 GB. (`best` has all 64 slots under both caps.)"""
 REWARD_HEADS = ("cache of the sampler", "seed", *(f"steps to a reward of {level:g}" for level in REWARDS))
+SECOND_HEADS = (
+    "cache of the sampler",
+    *(f"{what} {level:g}" for level in REWARDS[:2] for what in ("steps to a reward of", "seconds to", "with the probe, to")),
+)
 
 
 def runs_of() -> dict[str, dict[int, Rows]]:
@@ -65,11 +78,13 @@ def runs_of() -> dict[str, dict[int, Rows]]:
     return {title: found[arm] for arm, title in ARMS.items() if arm in found}
 
 
-def cells() -> list[list[str]]:
-    """Return a row for each arm: scores of each seed with a dense cache and with the sampler's, and means over seeds and steps."""
+def score_rows() -> list[list[str]]:
+    """Return a row for each arm: scores of each seed with a dense cache and with the sampler's, means over seeds, and means over
+    the last five of the first `END` steps."""
     rows = []
     for title, runs in runs_of().items():
-        late = [row for run in runs.values() for row in run if 16 <= row["step"] <= END and "reward/mean" in row]
+        late = [row for run in runs.values() for row in [row for row in run if 0 < row["step"] <= END][-5:]]
+        rejected = statistics.mean(100 * row["sparse/rejection_rate"] for row in late)
         rows.append(
             [
                 title,
@@ -77,10 +92,24 @@ def cells() -> list[list[str]]:
                 *summary(scores(runs, END)),
                 *summary(scores(runs, END, SPARSE)),
                 *(listed({seed: scores(runs, step).get(seed, math.nan) for seed in runs}) for step in (10, 30)),
-                f"{statistics.mean(100 * row['sparse/rejection_rate'] for row in late):.1f}",
-                "" if title == "dense" else f"{100 * statistics.mean(map(saved, late)):.0f}",
+                "" if title in UNREJECTED else f"{rejected:.1f}",
+                "" if title == ARMS["dense"] else f"{100 * statistics.mean(map(saved, late)):.0f}",
             ]
         )
+    return rows
+
+
+def difference_rows() -> list[list[str]]:
+    """Return a row for each sparse arm: the score less that of dense training with the same seed, in points, dense cache."""
+    found, rows = runs_of(), []
+    dense = found.pop(ARMS["dense"])
+    for title, runs in found.items():
+        cells = [title, ", ".join(map(str, runs))]
+        for step in (10, END):
+            mine, theirs = scores(runs, step), scores(dense, step)
+            away = [mine[seed] - theirs[seed] for seed in mine]
+            cells += [", ".join(f"{points:+.1f}" for points in away), interval(away, sign="+") if len(away) > 1 else ""]
+        rows.append(cells)
     return rows
 
 
@@ -100,14 +129,53 @@ def listed(values: dict[int, float]) -> str:
 
 def steps_to_rewards() -> list[list[str]]:
     """Return a row for each run: the first steps whose mean over the last five is at least each of REWARDS."""
+    return [
+        [title, f"{seed}", *(f"{first_step(run, level) or 'never'}" for level in REWARDS)]
+        for title, runs in runs_of().items()
+        for seed, run in runs.items()
+    ]
+
+
+def seconds_to_rewards() -> list[list[str]]:
+    """Return a row for each timed arm: steps and seconds to a reward, seed by seed, and means if all seeds reach it."""
     rows = []
-    for title, runs in runs_of().items():
-        for seed, run in runs.items():
-            curve = [(row["step"], row["reward/mean"]) for row in run if "reward/mean" in row]
-            means = smooth(curve, statistics.mean)[WINDOW - 1 :]
-            reached = (next((f"{step}" for step, mean in means if mean >= level), "never") for level in REWARDS)
-            rows.append([title, f"{seed}", *reached])
+    for arm in STEPS_OF:
+        cells = [ARMS[arm]]
+        for level in REWARDS[:2]:
+            reached = {seed: first_step(run, level) for seed, run in read(QUESTION)[arm].items()}
+            spent = {seed: seconds_until(arm, seed, step) for seed, step in reached.items() if step}
+            probed = {seed: seconds + probe_s(seed) for seed, seconds in spent.items()} if arm == "best" else {}
+            cells.append(", ".join(f"{step or 'never'}" for step in reached.values()))
+            cells += [seconds_cell(found, reached) if found else "" for found in (spent, probed)]
+        rows.append(cells)
     return rows
+
+
+def seconds_until(arm: str, seed: int, step: float) -> float:
+    """Return the seconds of the steps up to `step`, each from the mean length of its answers."""
+    rows = read(QUESTION)[arm][seed]
+    return sum(step_s(arm, row["response/mean_tokens"]) for row in rows if 0 < row["step"] <= step)
+
+
+def step_s(arm: str, tokens: float) -> float:
+    """Return the seconds of a step with answers of this mean length, on the line through the two timed steps of the arm."""
+    (short, short_s), (long, long_s) = ((mean_tokens(record), last_step(record)["step_s"]) for record in timed_steps(arm))
+    return short_s + (long_s - short_s) * (tokens - short) / (long - short)
+
+
+def timed_steps(arm: str) -> list[dict[str, Any]]:
+    return [timed(cap, name) for cap, name in STEPS_OF[arm]]
+
+
+def probe_s(seed: int) -> float:
+    """Return the seconds that `kv.budget = "auto"` took to measure budgets before the first step."""
+    lines = (HERE / QUESTION / "raw" / f"best-{seed}-probe.txt").read_text().splitlines()
+    return sum(float(line.split("│")[8]) for line in lines if line.startswith("│"))
+
+
+def seconds_cell(found: dict[int, float], reached: dict[int, int | None]) -> str:
+    listed = ", ".join(f"{found[seed]:.0f}" if seed in found else "never" for seed in reached)
+    return f"{listed}: {interval(list(found.values()), 0)}" if len(found) == len(reached) else listed
 
 
 def saved(row: dict[str, float]) -> float:
@@ -120,9 +188,19 @@ def timed(cap: float, name: str) -> dict[str, Any]:
     return json.loads((BENCHMARKS / f"step-1.5B-{cap:g}gb-{name}.json").read_text())
 
 
-def last_step(record: dict[str, Any]) -> dict[str, float]:
-    [arm] = record["arms"]
-    return arm["steps"][-1]
+def measured(record: dict[str, Any], dense: bool = False) -> dict[str, Any]:
+    """Return the results of the dense arm of a record, or else of the sparse one. A record may have just one arm."""
+    arms = record["arms"]
+    return next((arm for arm in arms if (arm["method"] == "dense") == dense), arms[0])
+
+
+def last_step(record: dict[str, Any], dense: bool = False) -> dict[str, float]:
+    return measured(record, dense)["steps"][-1]
+
+
+def mean_tokens(record: dict[str, Any]) -> float:
+    rollouts = math.prod(record["config"]["rollout"][key] for key in ("prompts_per_step", "samples_per_prompt"))
+    return last_step(record)["tokens"] / rollouts
 
 
 def step_times() -> list[list[str]]:
@@ -130,19 +208,18 @@ def step_times() -> list[list[str]]:
     rows = []
     for cap, name, title in TIMED:
         record = timed(cap, name)
-        [result], step = record["arms"], last_step(record)
-        rollouts = math.prod(record["config"]["rollout"][key] for key in ("prompts_per_step", "samples_per_prompt"))
+        result, step = (find(record, title == "dense") for find in (measured, last_step))
         sampling = sum(step[part] for part in ("prefill", "decode", "compaction", "host"))
         seconds = (sampling, step["old log-probs"] + step["update"], step["step_s"])
         peaks = (result["memory/peak_gib"], result["memory/predicted_gib"])
         numbers = (f"{value:.1f}" for value in (*seconds, *peaks))
-        rows.append([f"{cap:g}", f"{step['tokens'] / rollouts:,.0f}", title, f"{result['slots']}", *numbers])
+        rows.append([f"{cap:g}", f"{mean_tokens(record):,.0f}", title, f"{result['slots']}", *numbers])
     return rows
 
 
 def plot_long_answers(out: Path) -> None:
-    """Draw test score, rejected share and reward over the steps, and the reward over the time of steps of full length under a
-    cap: a line per run for scores, mean and range of the seeds for the others."""
+    """Draw test score, rejected share and reward over the steps, and reward over time under 36 GB: a line per run for scores and
+    time, mean and range of the seeds for the others."""
     figure, ((left, right), (reward, minutes)) = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
     named = read(QUESTION)
     for number, (arm, title) in enumerate((arm, title) for arm, title in ARMS.items() if arm in named):
@@ -150,24 +227,24 @@ def plot_long_answers(out: Path) -> None:
         for place, run in enumerate(runs.values()):
             scored = {row["step"]: 100 * row[DENSE] for row in run if DENSE in row}
             left.plot(list(scored), list(scored.values()), marker="o", color=colour, label="" if place else title)
-        if arm != "dense":
+        if title not in UNREJECTED:
             draw(right, "sparse/rejection_rate", title, runs, colour)
         draw(reward, "reward/mean", title, runs, colour)
-        if arm in OVER_TIME:
-            step_min = last_step(timed(TIMED_CAP, OVER_TIME[arm]))["step_s"] / 60
-            draw(minutes, "reward/mean", title, at_minutes(runs, step_min), colour)
+        for seed in runs if arm in STEPS_OF else ():
+            minutes.plot(*reward_over_minutes(arm, seed), color=colour)
     left.set(title="test score with a dense cache, %", xlabel="step", ylim=(0, None))
     right.set(title="share of rollouts rejected", xlabel="step", ylim=(0, None))
-    reward.set(title="reward, means of five steps", xlabel="step", ylim=(0, None))
-    minutes.set(
-        title=f"reward, if answers of 4,096 tokens\nare sampled under {TIMED_CAP:g} GB", xlabel="minutes", ylim=(0, None)
-    )
+    reward.set(title="reward, means of five steps and of seeds", xlabel="step", ylim=(0, None))
+    minutes.set(title="reward of each run under 36 GB,\nafter the measurement of budgets", xlabel="minutes", ylim=(0, None))
     for axis in (left, right, reward, minutes):
         axis.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, out)
 
 
-def at_minutes(runs: dict[int, Rows], step_min: float) -> dict[int, Rows]:
-    """Return the runs with minutes in place of steps."""
-    return {seed: [row | {"step": row["step"] * step_min} for row in run] for seed, run in runs.items()}
+def reward_over_minutes(arm: str, seed: int) -> tuple[list[float], list[float]]:
+    """Return the minutes and the rewards, means of five steps, of a run. `best` begins when its budget is known."""
+    begins = probe_s(seed) if arm == "best" else 0.0
+    steps = [(row["step"], row["reward/mean"]) for row in read(QUESTION)[arm][seed] if "reward/mean" in row]
+    curve = [(step, value) for step, value in smooth(steps, statistics.mean) if WINDOW <= step <= END]
+    return [(begins + seconds_until(arm, seed, step)) / 60 for step, _ in curve], [value for _, value in curve]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import long_answers
-from figures import WINDOW, budgets, plot, smooth, summary
+from curves import WINDOW, first_step
+from figures import budgets, plot, summary
 from formatting import NOT_YET, interval, table
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import HEADS, lines, plot_stability
@@ -277,12 +278,9 @@ def times(trained: Sequence[str], timed: str) -> str:
         second = statistics.median(row["perf/step_s"] for row in settled[arm]) if arm in settled else math.nan
         cells = [arm, "" if math.isnan(second) else f"{second:.2f}"]
         for level in LEVELS:
-            curves = [
-                smooth([(row["step"], row["reward/mean"]) for row in rows[1:]], statistics.mean) for rows in mine.values()
-            ]
-            steps = [next((step for step, mean in curve if step >= WINDOW and mean >= level), math.nan) for curve in curves]
-            cells.append(", ".join("never" if math.isnan(step) else f"{step:.0f}" for step in steps))
-            seconds = [second * step for step in steps]
+            steps = [first_step(rows, level) for rows in mine.values()]
+            cells.append(", ".join("never" if step is None else f"{step}" for step in steps))
+            seconds = [math.nan if step is None else second * step for step in steps]
             cells.append("" if math.isnan(sum(seconds)) else interval(seconds, 0))
         lines.append(cells)
     heads = [f"{what} {level:g}" for level in LEVELS for what in ("steps to a reward of", "seconds to")]
@@ -407,7 +405,7 @@ def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "evidence.md": {
-        "long-answers": lambda: table(long_answers.HEADS, long_answers.cells()),
+        "long-answers": lambda: table(long_answers.HEADS, long_answers.score_rows()),
         "long-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
         "outcome": lambda: outcome(
             "a-collapse",
@@ -451,9 +449,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
         "h-stability": lambda: table(HEADS, lines()),
-        "l-scores": lambda: table(long_answers.HEADS, long_answers.cells()),
+        "l-scores": lambda: table(long_answers.HEADS, long_answers.score_rows()),
         "l-course": lambda: course("l-long", 10, 30),
         "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
+        "l-differences": lambda: table(long_answers.DIFFERENCE_HEADS, long_answers.difference_rows()),
+        "l-seconds": lambda: table(long_answers.SECOND_HEADS, long_answers.seconds_to_rewards()),
         "l-rewards": lambda: table(long_answers.REWARD_HEADS, long_answers.steps_to_rewards()),
         "l-health": lambda: health("l-long"),
         "l-alerts": lambda: warned("l-long"),
