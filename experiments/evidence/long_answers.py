@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from curves import WINDOW, first_step, smooth
 from figures import draw, save
-from formatting import interval
+from formatting import interval, table
 from raw import DENSE, HERE, SPARSE, Rows, read
 
 QUESTION = "l-long"
@@ -26,14 +26,6 @@ UNREJECTED = (ARMS["dense"], ARMS["naive"])
 """Arms that reject no rollouts."""
 END = 20
 """Last step of most runs."""
-HEADS = (
-    "cache of the sampler",
-    "seeds",
-    *(f"right after {END} steps, dense cache, %", "mean, dense cache", "own cache, %", "mean, own cache"),
-    *(f"after {step}, %" for step in (10, 30)),
-    "rejected, %",
-    "KV bytes saved, %",
-)
 DIFFERENCE_HEADS = (
     "cache of the sampler",
     "seeds",
@@ -66,10 +58,6 @@ STEP_HEADS = (
 STEPS_OF = {"dense": ((36, "64-dense"), (36, "64-full-dense")), "best": ((36, "64-best"), (34.5, "64-full-best"))}
 """Timed steps of an arm with short and with long answers, for 36 GB. (`best` has all 64 slots under both caps.)"""
 REWARD_HEADS = ("cache of the sampler", "seed", *(f"steps to a reward of {level:g}" for level in REWARDS))
-SECOND_HEADS = (
-    "cache of the sampler",
-    *(f"{what} {level:g}" for level in REWARDS[:2] for what in ("steps to a reward of", "seconds to", "with the probe, to")),
-)
 
 
 def runs_of() -> dict[str, dict[int, Rows]]:
@@ -78,9 +66,11 @@ def runs_of() -> dict[str, dict[int, Rows]]:
     return {title: found[arm] for arm, title in ARMS.items() if arm in found}
 
 
-def score_rows() -> list[list[str]]:
-    """Return a row for each arm: scores of each seed with a dense cache and with the sampler's, means over seeds, and means over
-    the last five of the first `END` steps."""
+def score_table(*steps: int) -> str:
+    """Return a table with a row for each arm: scores of each seed after `END` steps, with a dense cache and with the sampler's,
+    their means, scores after other `steps`, and means over the last five of the first `END` steps."""
+    heads = ["cache of the sampler", "seeds", f"right after {END} steps, dense cache, %", "mean, dense cache", "own cache, %"]
+    heads += ["mean, own cache", *(f"after {step}, %" for step in steps), "rejected, %", "KV bytes saved, %"]
     rows = []
     for title, runs in runs_of().items():
         late = [row for run in runs.values() for row in [row for row in run if 0 < row["step"] <= END][-5:]]
@@ -91,12 +81,12 @@ def score_rows() -> list[list[str]]:
                 ", ".join(map(str, runs)),
                 *summary(scores(runs, END)),
                 *summary(scores(runs, END, SPARSE)),
-                *(listed({seed: scores(runs, step).get(seed, math.nan) for seed in runs}) for step in (10, 30)),
+                *(listed({seed: scores(runs, step).get(seed, math.nan) for seed in runs}) for step in steps),
                 "" if title in UNREJECTED else f"{rejected:.1f}",
                 "" if title == ARMS["dense"] else f"{100 * statistics.mean(map(saved, late)):.0f}",
             ]
         )
-    return rows
+    return table(heads, rows)
 
 
 def difference_rows() -> list[list[str]]:
@@ -136,19 +126,20 @@ def steps_to_rewards() -> list[list[str]]:
     ]
 
 
-def seconds_to_rewards() -> list[list[str]]:
-    """Return a row for each timed arm: steps and seconds to a reward, seed by seed, and means if all seeds reach it."""
+def seconds_table(*levels: float) -> str:
+    """Return a table with a row for each timed arm: steps and seconds to rewards, seed by seed, and means if all seeds reach them."""
     rows = []
     for arm in STEPS_OF:
         cells = [ARMS[arm]]
-        for level in REWARDS[:2]:
+        for level in levels:
             reached = {seed: first_step(run, level) for seed, run in read(QUESTION)[arm].items()}
             spent = {seed: seconds_until(arm, seed, step) for seed, step in reached.items() if step}
             probed = {seed: seconds + probe_s(seed) for seed, seconds in spent.items()} if arm == "best" else {}
             cells.append(", ".join(f"{step or 'never'}" for step in reached.values()))
             cells += [seconds_cell(found, reached) if found else "" for found in (spent, probed)]
         rows.append(cells)
-    return rows
+    heads = [f"{what} {level:g}" for level in levels for what in ("steps to a reward of", "seconds to", "with the probe, to")]
+    return table(["cache of the sampler", *heads], rows)
 
 
 def seconds_until(arm: str, seed: int, step: float) -> float:

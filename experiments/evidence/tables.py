@@ -405,8 +405,9 @@ def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "evidence.md": {
-        "long-answers": lambda: table(long_answers.HEADS, long_answers.score_rows()),
+        "long-answers": lambda: long_answers.score_table(10),
         "long-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
+        "long-seconds": lambda: long_answers.seconds_table(0.4),
         "outcome": lambda: outcome(
             "a-collapse",
             {
@@ -449,11 +450,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
         "h-stability": lambda: table(HEADS, lines()),
-        "l-scores": lambda: table(long_answers.HEADS, long_answers.score_rows()),
+        "l-scores": lambda: long_answers.score_table(10, 30),
         "l-course": lambda: course("l-long", 10, 30),
         "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
         "l-differences": lambda: table(long_answers.DIFFERENCE_HEADS, long_answers.difference_rows()),
-        "l-seconds": lambda: table(long_answers.SECOND_HEADS, long_answers.seconds_to_rewards()),
+        "l-seconds": lambda: long_answers.seconds_table(0.4, 0.45),
         "l-rewards": lambda: table(long_answers.REWARD_HEADS, long_answers.steps_to_rewards()),
         "l-health": lambda: health("l-long"),
         "l-alerts": lambda: warned("l-long"),
