@@ -2,10 +2,10 @@
 
     python experiments/evidence/slices.py pilot a-collapse --model MODEL --data.dir DATA --seconds 1200 --at-once 4
 
-A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml` (and fewer
-`seeds`, where it has them, and the caches under which to `evaluate` what it trained). What is in `ledger.jsonl` as finished is not
-run again. A run that its slice ends is stopped after its step, saved, and resumed by the next one; its folder is under --runs.
-When a run has ended, its metrics go to `raw/ARM-SEED.jsonl.gz` beside the arms.
+A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml`. An arm may
+have fewer `seeds`, and caches with which to `evaluate` the trained model, with the flags of `[evaluation]`. Runs that
+`ledger.jsonl` calls finished are not run again. A run that its slice ends is stopped after its step, saved, and resumed by the
+next one; its folder is under --runs. When a run has ended, its metrics go to `raw/ARM-SEED.jsonl.gz` beside the arms.
 """
 
 import argparse
@@ -37,8 +37,8 @@ class Run:
     arm: str
     seed: int
     flags: dict[str, Any]
-    evaluate: str | None
-    """Caches under which the trained model is evaluated, as `sparse-rl eval --compare` takes them."""
+    evaluation: dict[str, Any] | None
+    """Flags of `sparse-rl eval` for the trained model; None if it is not evaluated."""
 
     @property
     def name(self) -> str:
@@ -75,13 +75,14 @@ def main() -> None:
 
 
 def runs_of(question: str) -> list[Run]:
-    """Seed by seed, so that what a slice leaves undone is whole seeds rather than whole arms."""
+    """Return the runs seed by seed, so that a slice leaves whole seeds undone rather than whole arms."""
     plan = tomllib.loads((HERE / question / "arms.toml").read_text())
     common, arms = plan.get("common", {}), plan["arms"]
     seeds_of = {arm: flags.pop("seeds", plan["seeds"]) for arm, flags in arms.items()}
-    evaluate_of = {arm: flags.pop("evaluate", None) for arm, flags in arms.items()}
+    caches_of = {arm: flags.pop("evaluate", None) for arm, flags in arms.items()}
+    evaluations = {arm: {**plan["evaluation"], "compare": caches} if caches else None for arm, caches in caches_of.items()}
     return [
-        Run(question, arm, seed, {**common, **flags}, evaluate_of[arm])
+        Run(question, arm, seed, {**common, **flags}, evaluations[arm])
         for seed in plan["seeds"]
         for arm, flags in arms.items()
         if seed in seeds_of[arm]
@@ -115,8 +116,14 @@ def slice_of(waiting: list[Run], args: argparse.Namespace) -> None:
         write_down(each, args)
 
 
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """Return settings as flags of the command line."""
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+    return [part for name, value in pairs for part in (name, value if isinstance(value, str) else json.dumps(value))]
+
+
 class Running:
-    """A run at work: training, then, where it is asked for, the evaluation of what was trained."""
+    """A run at work: training, then the evaluation of the trained model, if its arm has one."""
 
     def __init__(self, run: Run, args: argparse.Namespace):
         self.run, self.started = run, time.monotonic()
@@ -138,24 +145,10 @@ class Running:
                 args.model,
                 *data,
             ]
-            for name, value in {**run.flags, **dict(each.split("=", 1) for each in args.set)}.items():
-                train += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+            train += as_flags({**run.flags, **dict(each.split("=", 1) for each in args.set)})
         self.commands = [train]
-        if run.evaluate:
-            evaluation = ["eval", str(self.folder / "model"), "--benchmarks", "gsm8k", "--compare", run.evaluate, "--mismatch"]
-            evaluation += [
-                "--temperature",
-                "1",
-                "--top-p",
-                "1",
-                "--max-tokens",
-                "768",
-                "--slots",
-                "512",
-                "--kv.protect-prompt",
-                "false",
-                *data,
-            ]
+        if run.evaluation:
+            evaluation = ["eval", str(self.folder / "model"), "--mismatch", *as_flags(run.evaluation), *data]
             self.commands += [[*evaluation, "--out", str(self.folder / "eval")]]
         self.next()
 
@@ -177,7 +170,7 @@ def write_down(each: Running, args: argparse.Namespace) -> None:
     config = tomllib.loads((folder / "config.toml").read_text()) if (folder / "config.toml").exists() else {}
     evaluated = folder / "eval" / "results.json"
     trained = bool(lines) and last.get("step") == config.get("steps")
-    finished = trained and (not run.evaluate or evaluated.exists())
+    finished = trained and (not run.evaluation or evaluated.exists())
     row = {"question": run.question, "arm": run.arm, "seed": run.seed, "finished": finished}
     row |= {"step": last.get("step", 0), "exit": each.process.returncode, "seconds": round(time.monotonic() - each.started)}
     row |= {"at_once": args.at_once, "date": datetime.date.today().isoformat()}
@@ -192,7 +185,7 @@ def write_down(each: Running, args: argparse.Namespace) -> None:
         raw.mkdir(exist_ok=True)
         with gzip.GzipFile(raw / f"{run.name}.jsonl.gz", "wb", mtime=0) as file:
             file.write("".join(f"{line}\n" for line in lines).encode())
-    if finished and run.evaluate:
+    if finished and run.evaluation:
         results = json.loads(evaluated.read_text()) | {"by_position": by_position(evaluated.parent)}
         results["asked"]["model"] = run.name  # and not where it was on that machine
         (raw / f"{run.name}-eval.json").write_text(json.dumps(results) + "\n")
