@@ -3,7 +3,8 @@
     python experiments/evidence/slices.py pilot a-collapse --model MODEL --data.dir DATA --seconds 1200 --at-once 4
 
 A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml`. An arm may
-have fewer `seeds`, and caches with which to `evaluate` the trained model, with the flags of `[evaluation]`. Runs that
+have fewer `seeds`. Its models are evaluated if it has `evaluate`: caches, or true for a dense one and its own. `[evaluation]` has
+the flags. Runs that
 `ledger.jsonl` calls finished are not run again. A run that its slice ends is stopped after its step, saved, and resumed by the
 next one; its folder is under --runs. When a run has ended, its metrics go to `raw/ARM-SEED.jsonl.gz` beside the arms.
 """
@@ -80,13 +81,19 @@ def runs_of(question: str) -> list[Run]:
     common, arms = plan.get("common", {}), plan["arms"]
     seeds_of = {arm: flags.pop("seeds", plan["seeds"]) for arm, flags in arms.items()}
     caches_of = {arm: flags.pop("evaluate", None) for arm, flags in arms.items()}
-    evaluations = {arm: {**plan["evaluation"], "compare": caches} if caches else None for arm, caches in caches_of.items()}
     return [
-        Run(question, arm, seed, {**common, **flags}, evaluations[arm])
+        Run(question, arm, seed, {**common, **flags}, evaluation_with(caches_of[arm], plan))
         for seed in plan["seeds"]
         for arm, flags in arms.items()
         if seed in seeds_of[arm]
     ]
+
+
+def evaluation_with(caches: str | bool | None, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the flags of the evaluation. `caches` are those of the arm; true stands for a dense one and the run's own."""
+    if not caches:
+        return None
+    return plan["evaluation"] | ({} if caches is True else {"compare": caches})
 
 
 def ledger() -> list[dict[str, Any]]:
