@@ -73,8 +73,8 @@ def scores(rows: Rows) -> dict[float, float]:
     return {row["step"]: row[DENSE] for row in rows if DENSE in row}
 
 
-def lines() -> list[list[str]]:
-    """Rows of the table: correction, range of the lowest percentile, runs, and differences from dense."""
+def stability_rows() -> list[list[str]]:
+    """Return a row for each correction and range of the lowest percentile."""
     runs, made = list(ended_runs()), []
     for kind in (NAIVE, PAPER, OTHER):
         for high, low in zip((1.0, *BOUNDS), BOUNDS, strict=False):
@@ -85,7 +85,7 @@ def lines() -> list[list[str]]:
     return made
 
 
-HEADS = ("correction", "lowest 5th percentile of ξ", "runs", "from dense, points", "range")
+STABILITY_HEADS = ("correction", "lowest 5th percentile of ξ", "runs", "from dense, points", "range")
 
 
 def plot_stability(out: Path) -> None:
