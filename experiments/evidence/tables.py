@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import long_answers
+from collapse import ending
 from curves import WINDOW, first_step
 from figures import budgets, plot, summary
 from formatting import NOT_YET, interval, table
@@ -84,22 +85,15 @@ def gaps(question: str, arms: Sequence[str]) -> str:
 
 
 def collapsed_runs(question: str) -> dict[str, list[list[str]]]:
-    """Return the table rows of the collapsed runs, by arm.
-
-    A run has collapsed when its last ten rewards are under half of its best ten in a row, or when its test Pass@1 is below its
-    start, clear of the (unpaired) interval.
-    """
+    """Return the table rows of the collapsed runs, by arm."""
     found: dict[str, list[list[str]]] = {}
     for arm, runs in read(question).items():
         for seed, rows in runs.items():
-            rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-            tens = [statistics.mean(rewards[at : at + 10]) for at in range(len(rewards) - 9)]
-            first, last = (rows[at] for at in (0, -1))
-            change = last[DENSE] - first[DENSE]
-            half = math.hypot(*((row[f"{DENSE}_high"] - row[f"{DENSE}_low"]) / 2 for row in (first, last)))
-            if tens[-1] < max(tens) / 2 or change + half < 0:
-                cells = [f"{arm}-{seed}", f"{tens[-1] / max(tens):.2f}", f"{100 * first[DENSE]:.1f} → {100 * last[DENSE]:.1f}"]
-                found.setdefault(arm, []).append([*cells, f"{100 * change:+.1f} ± {100 * half:.1f}"])
+            end = ending(rows)
+            if end.collapsed:
+                cells = [f"{arm}-{seed}", f"{end.reward:.2f}", f"{100 * end.before:.1f} → {100 * end.after:.1f}"]
+                change = f"{100 * (end.after - end.before):+.1f} ± {100 * end.half_width:.1f}"
+                found.setdefault(arm, []).append([*cells, change])
     return found
 
 
