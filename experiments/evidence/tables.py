@@ -11,10 +11,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import alert_leads
 import long_answers
+import xi_tail
 from collapse import ending
 from curves import WINDOW, first_step
-from figures import budgets, plot, summary
+from figures import LONG_PANELS, budgets, plot, summary
 from formatting import NOT_YET, interval, table
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import STABILITY_HEADS, plot_stability, stability_rows
@@ -442,7 +444,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
+        "h-alerts": lambda: table(alert_leads.alert_heads("alert"), alert_leads.alert_rows()),
+        "h-limits": lambda: table(alert_leads.alert_heads("limit of `xi_p05`"), alert_leads.xi_limit_rows()),
+        "h-naive": lambda: table(alert_leads.NAIVE_HEADS, alert_leads.naive_rows()),
         "h-stability": lambda: table(STABILITY_HEADS, stability_rows()),
+        "h-tail": lambda: table(xi_tail.TAIL_HEADS, xi_tail.tail_rows()),
         "l-scores": lambda: table(long_answers.HEADS, long_answers.score_rows()),
         "l-course": lambda: course("l-long", 10, 30),
         "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
@@ -499,6 +505,7 @@ def main() -> None:
             plot(question, path)
     summary(DOCS / "evidence-summary.svg")
     budgets(DOCS / "evidence-b.svg")
+    plot("l-long", HERE / "l-long" / "curves.svg", LONG_PANELS, columns=4)
     plot_stability(DOCS / "evidence-h.svg")
     long_answers.plot_long_answers(DOCS / "evidence-long.svg")
 
