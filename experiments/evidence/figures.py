@@ -19,13 +19,21 @@ PANELS = {
     "sparse/mismatch_k3": "mismatch, k3",
     "policy/entropy": "entropy",
 }
+LONG_PANELS = PANELS | {
+    "response/mean_tokens": "response tokens",
+    "sparse/xi_p05": "5th percentile of ξ",
+    "sparse/xi_p05_long": "the same, late in long answers",
+}
+"""Panels of the runs with long answers."""
 LOGARITHMIC = ("policy/grad_norm", "sparse/mismatch_k3")
 
 
 def draw(axis: Any, key: str, arm: str, runs: dict[int, Rows], colour: str) -> None:
-    """The mean over seeds, and their range; nothing where all is zero."""
+    """Draw the mean over seeds and their range, up to the end of the shortest run. Runs without the metric are left out, and an
+    arm whose values are all zero."""
     mean = statistics.geometric_mean if key in LOGARITHMIC else statistics.mean
     curves = [smooth([(row["step"], row[key]) for row in rows if key in row], mean) for rows in runs.values()]
+    curves = [curve for curve in curves if curve]
     if not any(value for curve in curves for _, value in curve):
         return
     steps = [step for step, _ in min(curves, key=len)]
@@ -34,11 +42,14 @@ def draw(axis: Any, key: str, arm: str, runs: dict[int, Rows], colour: str) -> N
     axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=colour, alpha=0.15)
 
 
-def plot(question: str, out: Path) -> None:
+def plot(question: str, out: Path, panels: dict[str, str] = PANELS, columns: int = len(PANELS)) -> None:
+    """Draw a panel for each metric of `panels`, with a line for each arm."""
     arms = {arm: runs for arm, runs in read(question).items() if not arm.endswith("-again")}
     colours = list(dict.fromkeys(arm.removesuffix("-4") for arm in arms))
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(3 * len(PANELS), 3.4), layout="constrained")
-    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
+    rows = len(panels) // columns
+    grid = plt.subplots(rows, columns, figsize=(3 * columns, 3.4 * rows), squeeze=False, layout="constrained")
+    figure, axes = grid[0], grid[1].flat
+    for axis, (key, title) in zip(axes, panels.items(), strict=True):
         for arm, runs in arms.items():
             draw(axis, key, arm, runs, f"C{colours.index(arm.removesuffix('-4'))}")
         axis.set(title=title, xlabel="step", yscale="log" if key in LOGARITHMIC else "linear")
@@ -52,7 +63,7 @@ def before_training() -> float:
 
 
 def summary(out: Path) -> None:
-    """How training went with four updates a step, and where every run of A ended."""
+    """Draw the rewards with four updates a step, and the last score of every run of A."""
     methods = ("dense", "naive", "paper")
     found, scores = read("a-collapse"), ends("a-collapse", DENSE)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
@@ -74,7 +85,7 @@ def summary(out: Path) -> None:
 
 
 def budgets(out: Path) -> None:
-    """Where the runs of question B ended, and what they rejected at first and at the end, over the budget."""
+    """Draw the last scores of question B, and the shares rejected at first and at the end, over the budget."""
     scores, found = {key: ends("b-budget", key) for key in (DENSE, SPARSE)}, read("b-budget")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for number, (policy, title) in enumerate({"rkv": "R-KV", "snapkv": "SnapKV"}.items()):

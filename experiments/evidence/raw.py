@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 DENSE, SPARSE = "eval/pass@1", "eval/pass@1_sparse"
-"""Whatever the test problems are called."""
+"""Keys of the test scores, without the name of the benchmark."""
 
 TEST = re.compile("^eval/[^/]+/")
 
@@ -21,12 +21,12 @@ BESIDE = {
 """Arms of A that are compared in other questions, and their names there."""
 
 Rows = list[dict[str, float]]
-"""Of one run: step 0 has the first evaluation, the last step the last one."""
+"""Metrics of one run by step. Step 0 has the first evaluation, the last step the last one."""
 
 
 @functools.cache
 def read(question: str) -> dict[str, dict[int, Rows]]:
-    """The finished runs of a question, by arm and seed."""
+    """Return the finished runs of a question, by arm and seed."""
     found: dict[str, dict[int, Rows]] = {}
     for path in sorted((HERE / question / "raw").glob("*.jsonl.gz")):
         arm, seed = path.name.removesuffix(".jsonl.gz").rsplit("-", 1)
@@ -41,13 +41,13 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
 
 
 def by_number(name: str) -> list[str | int]:
-    """To sort by: 96 comes before 128."""
+    """Return a sort key that puts 96 before 128."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @functools.cache
 def evaluated(question: str) -> dict[str, dict]:
-    """What the trained models scored under other caches, by run."""
+    """Return the scores of the trained models under other caches, by run."""
     paths = sorted((HERE / question / "raw").glob("*-eval.json"))
     return {path.name.removesuffix("-eval.json"): json.loads(path.read_text()) for path in paths}
 
@@ -57,7 +57,7 @@ SAMPLERS = "rkv@160"
 
 
 def ends(question: str, key: str) -> dict[str, dict[int, float]]:
-    """Test Pass@1 in %, by arm and seed. What dense runs score with the sampler's cache was measured afterwards, for some."""
+    """Return the last test Pass@1 in %, by arm and seed. Some dense runs were scored with the sampler's cache afterwards."""
     found = {
         arm: {seed: 100 * rows[-1][key] for seed, rows in runs.items() if key in rows[-1]}
         for arm, runs in read(question).items()
@@ -72,6 +72,6 @@ def ends(question: str, key: str) -> dict[str, dict[int, float]]:
 
 
 def starts(question: str, key: str) -> dict[int, float]:
-    """The model before training, drawn once for each seed."""
+    """Return the score of the model before training, by seed. Each seed draws once."""
     every = [(seed, rows[0]) for runs in read(question).values() for seed, rows in runs.items() if key in rows[0]]
     return {seed: 100 * statistics.mean(row[key] for other, row in every if other == seed) for seed in sorted(dict(every))}

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from collapse import ending
 from figures import save
 from raw import DENSE, Rows, read
+
+from sparse_rl.evaluate.statistics import t_interval
 
 LAW = 0.86
 """Runs were stable above this 5th percentile elsewhere (Sparrow, arXiv 2606.08446)."""
@@ -33,6 +36,7 @@ class Ended:
     """Lowest mean of xi p05 over ten steps in a row."""
     away: float
     """Difference from dense training with the same seed, in points of the last test score (dense cache) that both have."""
+    collapsed: bool
 
 
 def ended_runs() -> Iterator[Ended]:
@@ -53,7 +57,7 @@ def ended_runs() -> Iterator[Ended]:
                 if shared := set(mine).intersection(*dense) if dense else None:
                     last = max(shared)
                     away = mine[last] - statistics.mean(each[last] for each in dense)
-                    yield Ended(question, arm, seed, correction(arm), lowest_p05(rows), 100 * away)
+                    yield Ended(question, arm, seed, correction(arm), lowest_p05(rows), 100 * away, ending(rows).collapsed)
 
 
 def correction(arm: str) -> str:
@@ -73,19 +77,36 @@ def scores(rows: Rows) -> dict[float, float]:
     return {row["step"]: row[DENSE] for row in rows if DENSE in row}
 
 
-def lines() -> list[list[str]]:
-    """Rows of the table: correction, range of the lowest percentile, runs, and differences from dense."""
+def stability_rows() -> list[list[str]]:
+    """Return a row for each correction and range of the lowest percentile."""
     runs, made = list(ended_runs()), []
     for kind in (NAIVE, PAPER, OTHER):
         for high, low in zip((1.0, *BOUNDS), BOUNDS, strict=False):
-            away = sorted(run.away for run in runs if run.correction == kind and low <= run.lowest < high)
-            if away:
-                worst = f"{away[0]:+.1f} to {away[-1]:+.1f}"
-                made.append([kind, f"{low:g} to {high:g}", str(len(away)), f"{statistics.mean(away):+.1f}", worst])
+            mine = [run for run in runs if run.correction == kind and low <= run.lowest < high]
+            if mine:
+                cells = [kind, f"{low:g} to {high:g}", str(len(mine)), str(len({(run.question, run.arm) for run in mine}))]
+                cells.append(f"{sum(run.collapsed for run in mine)} of {len(mine)}")
+                away = sorted(run.away for run in mine)
+                made.append([*cells, with_interval(away), f"{away[0]:+.1f} to {away[-1]:+.1f}"])
     return made
 
 
-HEADS = ("correction", "lowest 5th percentile of ξ", "runs", "from dense, points", "range")
+def with_interval(values: list[float]) -> str:
+    """Return the mean, with its 95 % interval if there are three or more values."""
+    if len(values) < 3:
+        return f"{statistics.mean(values):+.1f}"
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*t_interval(values))
+
+
+STABILITY_HEADS = (
+    "correction",
+    "lowest 5th percentile of ξ",
+    "runs",
+    "arms",
+    "collapsed",
+    "from dense, points [95 %]",
+    "range",
+)
 
 
 def plot_stability(out: Path) -> None:

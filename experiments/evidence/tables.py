@@ -11,12 +11,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import alert_leads
 import long_answers
+import xi_tail
+from collapse import ending
 from curves import WINDOW, first_step
-from figures import budgets, plot, summary
+from figures import LONG_PANELS, budgets, plot, summary
 from formatting import NOT_YET, interval, table
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
-from stability import HEADS, lines, plot_stability
+from stability import STABILITY_HEADS, plot_stability, stability_rows
 
 from sparse_rl.config import AlertsConfig
 from sparse_rl.monitor.alerts import check
@@ -25,7 +28,7 @@ DOCS = HERE.parents[1] / "docs"
 
 
 def scores(question: str, *, one_cache: bool = True) -> str:
-    """Test Pass@1 after training, seed by seed, with the dense cache and with the sampler's, and before, where all have one."""
+    """Return the table of the test scores seed by seed, with the dense cache and with the sampler's, and before training."""
     lines = []
     dense, sparse = ({"*before*": starts(question, key)} | ends(question, key) for key in (DENSE, SPARSE))
     if not one_cache:
@@ -42,7 +45,7 @@ def scores(question: str, *, one_cache: bool = True) -> str:
 
 
 def kept(question: str, arms: Sequence[str], dense: Sequence[str]) -> str:
-    """What each arm keeps of dense training's accuracy, and of its gain, seed by seed; several dense runs of a seed are averaged."""
+    """Return each arm's share of the accuracy and of the gain of dense training. Several dense runs of a seed are averaged."""
     found, before = ends(question, DENSE), statistics.mean(starts("a-collapse", DENSE).values())
     lines = []
     for arm in arms:
@@ -63,7 +66,7 @@ def kept(question: str, arms: Sequence[str], dense: Sequence[str]) -> str:
 
 
 def gaps(question: str, arms: Sequence[str]) -> str:
-    """What the sampler's cache costs: dense less sparse Pass@1 at the end of training, and drawn again where the model was kept."""
+    """Return the table of dense less sparse Pass@1 at the end of training, with a second sample where the model was kept."""
     first = starts(question, DENSE)
     lines = [
         ["*before*", ", ".join(map(str, first)), *points([first[seed] - starts(question, SPARSE)[seed] for seed in first]), ""]
@@ -84,22 +87,15 @@ def gaps(question: str, arms: Sequence[str]) -> str:
 
 
 def collapsed_runs(question: str) -> dict[str, list[list[str]]]:
-    """Return the table rows of the collapsed runs, by arm.
-
-    A run has collapsed when its last ten rewards are under half of its best ten in a row, or when its test Pass@1 is below its
-    start, clear of the (unpaired) interval.
-    """
+    """Return the table rows of the collapsed runs, by arm."""
     found: dict[str, list[list[str]]] = {}
     for arm, runs in read(question).items():
         for seed, rows in runs.items():
-            rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-            tens = [statistics.mean(rewards[at : at + 10]) for at in range(len(rewards) - 9)]
-            first, last = (rows[at] for at in (0, -1))
-            change = last[DENSE] - first[DENSE]
-            half = math.hypot(*((row[f"{DENSE}_high"] - row[f"{DENSE}_low"]) / 2 for row in (first, last)))
-            if tens[-1] < max(tens) / 2 or change + half < 0:
-                cells = [f"{arm}-{seed}", f"{tens[-1] / max(tens):.2f}", f"{100 * first[DENSE]:.1f} → {100 * last[DENSE]:.1f}"]
-                found.setdefault(arm, []).append([*cells, f"{100 * change:+.1f} ± {100 * half:.1f}"])
+            end = ending(rows)
+            if end.collapsed:
+                cells = [f"{arm}-{seed}", f"{end.reward:.2f}", f"{100 * end.before:.1f} → {100 * end.after:.1f}"]
+                change = f"{100 * (end.after - end.before):+.1f} ± {100 * end.half_width:.1f}"
+                found.setdefault(arm, []).append([*cells, change])
     return found
 
 
@@ -113,7 +109,7 @@ def points(values: Sequence[float]) -> list[str]:
 
 
 def over_steps(key: str, scale: float = 1.0, last: int = 0) -> Callable[[Rows], float]:
-    """The mean over the steps of a run, or over its last ones."""
+    """Return a function that computes the mean of a metric over the steps of a run, or over its last ones."""
 
     def mean(rows: Rows) -> float:
         values = [row[key] for row in rows[-last:] if key in row]
@@ -145,7 +141,7 @@ COLUMNS: dict[str, Callable[[Rows], float]] = {
 
 
 def health(question: str) -> str:
-    """How each arm trained. Medians over seeds: a mean of a variance is that of one wild run."""
+    """Return the metrics of each arm, as medians over seeds: one wild run would decide a mean of variances."""
     lines = []
     for arm, runs in read(question).items():
         values = [statistics.median(column(rows) for rows in runs.values()) for column in COLUMNS.values()]
@@ -185,7 +181,7 @@ COSTS: dict[str, tuple[str, float, int]] = {
 
 
 def costs(question: str) -> str:
-    """What a step takes, medians of the settled steps of runs that had the GPU to themselves."""
+    """Return the costs of a step: medians of the settled steps of runs that had the GPU to themselves."""
     lines = []
     for arm, runs in read(question).items():
         rows = [row for each in runs.values() for row in each if row["step"] > SETTLED]
@@ -195,7 +191,7 @@ def costs(question: str) -> str:
 
 
 def memory(questions: Sequence[str]) -> str:
-    """Of all runs of an arm, the highest: what the cache took, what a dense one would have held at most, and the peak beside the plan."""
+    """Return the highest memory of the runs of each arm: of the cache, of a dense one, and the peak beside the plan."""
     lines = []
     arms = {
         arm: runs
@@ -215,7 +211,7 @@ def memory(questions: Sequence[str]) -> str:
 
 
 def warned(question: str) -> str:
-    """The alerts of each run at their default limits, with the steps at which they began and ended."""
+    """Return the alerts of each run at their default limits, with the steps at which they began and ended."""
     lines = []
     for arm, runs in read(question).items():
         for seed, rows in runs.items():
@@ -234,7 +230,7 @@ PROMPT = 100
 
 
 def tightness(question: str) -> str:
-    """How large each arm's budget is beside a sequence, at the beginning and at the end, and what is rejected."""
+    """Return each arm's budget as a share of a sequence, and its rejections, at the beginning and at the end."""
     lines = []
     for arm, runs in read(question).items():
         cells = [arm]
@@ -266,8 +262,7 @@ SAME_STEPS = {"dense-same-kv": "dense"}
 
 
 def times(trained: Sequence[str], timed: str) -> str:
-    """How long training takes to reach a reward: the first step whose last five have that mean, and by what a step takes alone,
-    where that was timed, the seconds."""
+    """Return the first step whose last five rewards have a mean of each level, and its seconds for arms that were timed alone."""
     runs = {arm: runs for question in trained for arm, runs in read(question).items()}
     runs |= {arm: runs[of] for arm, of in SAME_STEPS.items()}
     settled = {
@@ -288,7 +283,7 @@ def times(trained: Sequence[str], timed: str) -> str:
 
 
 def robust(question: str, runs: Sequence[str]) -> str:
-    """Trained models under every cache: accuracy, what that is from its own dense one, and the mismatch."""
+    """Return the scores of trained models under every cache, their differences from a dense one, and the mismatch."""
     lines = []
     for run in runs:
         for row in evaluated(question)[run]["results"]:
@@ -313,8 +308,8 @@ def robust(question: str, runs: Sequence[str]) -> str:
 
 
 def narrowed(question: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """By how much less a cache costs the second model of each pair than the first. The interval is of the draws of these very
-    models, as if problems were drawn anew for each: it knows nothing of other seeds."""
+    """Return by how much less a cache costs the second model of each pair than the first. The interval covers the draws of these
+    models, as if problems were drawn anew for each. It does not cover other seeds."""
     found = evaluated(question)
     costs: dict[str, list[list[dict[str, float]]]] = {}
     for pair in pairs:
@@ -337,8 +332,9 @@ FEWEST = 5000
 
 
 def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str, int]]) -> str:
-    """Means by position (`xi`), by compactions or by the response's length (`noise`) over the runs of each column under its cache;
-    its last number is the place of the value in a raw row: 2 is |log xi| or noise, 4 the share of tokens under the veto."""
+    """Return means by position (`xi`), by compactions or by response length (`noise`) over the runs of each column under its cache.
+
+    The last number of a column is the place of the value in a raw row: 2 is |log xi| or noise, 4 the share under the veto."""
     found = {run: result["by_position"] for run, result in evaluated(question).items()}
     values = []
     for runs, setting, place in columns.values():
@@ -366,7 +362,7 @@ def score(row: dict[str, float], key: str) -> str:
 
 
 def course(question: str, every: int, steps: int) -> str:
-    """Test score over training, and reward, length, mismatch and rejection at its end, run by run."""
+    """Return the test scores over training, and reward, length, mismatch and rejection at its end, run by run."""
     at = range(0, steps + 1, every)
     lines = []
     for arm, runs in read(question).items():
@@ -449,7 +445,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
-        "h-stability": lambda: table(HEADS, lines()),
+        "h-alerts": lambda: table(alert_leads.alert_heads("alert"), alert_leads.alert_rows()),
+        "h-limits": lambda: table(alert_leads.alert_heads("limit of `xi_p05`"), alert_leads.xi_limit_rows()),
+        "h-naive": lambda: table(alert_leads.NAIVE_HEADS, alert_leads.naive_rows()),
+        "h-stability": lambda: table(STABILITY_HEADS, stability_rows()),
+        "h-tail": lambda: table(xi_tail.TAIL_HEADS, xi_tail.tail_rows()),
         "l-scores": lambda: long_answers.score_table(10, 30),
         "l-course": lambda: course("l-long", 10, 30),
         "l-steps": lambda: table(long_answers.STEP_HEADS, long_answers.step_times()),
@@ -506,6 +506,7 @@ def main() -> None:
             plot(question, path)
     summary(DOCS / "evidence-summary.svg")
     budgets(DOCS / "evidence-b.svg")
+    plot("l-long", HERE / "l-long" / "curves.svg", LONG_PANELS, columns=4)
     plot_stability(DOCS / "evidence-h.svg")
     long_answers.plot_long_answers(DOCS / "evidence-long.svg")
 
