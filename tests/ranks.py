@@ -102,15 +102,15 @@ def with_own_rates(command: list[str], *rates: str) -> None:
 def late() -> None:
     """The second rank comes after the time limit."""
     dist.init_process_group("gloo")
-    world = World(dist.get_rank(), 2, dist.new_group(backend="gloo"), timeout=timedelta(seconds=2))
+    world = World(dist.get_rank(), 2, dist.new_group(backend="gloo"), timeout=timedelta(seconds=1))
     if world.rank:
-        time.sleep(4)
+        time.sleep(2)
     world.barrier()
 
 
 def one_refuses() -> None:
     """Rank 1 refuses, rank 2 is stuck, the others wait."""
-    refusal.GRACE_S = 1.0
+    refusal.GRACE_S, refusal.EXIT_TOGETHER_S = 0.5, 3.0
     try:
         with joined(Config(rollout={"prompts_per_step": 3})) as world:
             if world.rank == 1:

@@ -47,12 +47,12 @@ def test_a_shared_prompt_is_charged_once_per_group():
 )
 def test_dense_gets_the_bytes_of_the_sparse_cache_and_of_its_side_tables(family, policy, dtype):
     model = load_model("tiny", device="cpu") if family == "tiny" else windowed(family)
-    args = Namespace(batch=24, waves=1, prompt_tokens=40, max_tokens=100, lengths="full", seed=0, same_memory=True)
+    args = Namespace(batch=24, waves=1, prompt_tokens=40, max_tokens=50, lengths="full", seed=0, same_memory=True)
     sparse = engine_arm(model, KV(policy=policy, budget=48, interval=16, dtype=dtype), 24, args)
     dense = dense_arm(model, args, sparse)
     allowed = sparse.kv_bytes + sparse.side_bytes
     assert 0.9 * allowed < dense.kv_bytes <= allowed
-    assert dense.slots < 24 and dense.tokens == sparse.tokens == 24 * 100
+    assert dense.slots < 24 and dense.tokens == sparse.tokens == 24 * 50
 
 
 def test_a_cache_too_small_for_one_dense_sequence_is_refused():
@@ -63,7 +63,7 @@ def test_a_cache_too_small_for_one_dense_sequence_is_refused():
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])
 def test_the_roofline_charges_what_slots_hold_on_average(policy):
-    kv, prompt, tokens = KV(policy=policy, budget=48, interval=16, protect_prompt=False), [5] * 40, 400
+    kv, prompt, tokens = KV(policy=policy, budget=48, interval=16, protect_prompt=False), [5] * 40, 200
     engine = Engine(load_model("tiny", device="cpu"), kv, slots=2)
     engine.generate([prompt], 2, Sampling(max_tokens=tokens, stop=()), allow_beyond_context=True)
     stats = engine.stats

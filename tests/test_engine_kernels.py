@@ -48,7 +48,7 @@ def check(model, settings):
     kv = KV(**{"budget": 8, "interval": 4, "window": 2, "sinks": 1, "protect_prompt": False} | settings)
     model = copy.deepcopy(model).to(DEVICE)
     engine = Engine(model, kv, slots=3)
-    rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=16, stop=()))
+    rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=14, stop=()))
     with torch.no_grad():
         sparse, dense = (replay(model, rollouts, view) for view in ("sparse", "dense"))
     gaps, dense_gaps = (

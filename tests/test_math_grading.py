@@ -75,7 +75,7 @@ def test_a_shuffled_integer_is_wrong(name):
 
 def test_hostile_answers_do_not_hang_crash_or_count_as_right():
     assert len(wrong()) >= 200
-    for pairs, timeout_s, timeouts, verdict in ((wrong(), 60, 0, 0.0), (ENDLESS, 2, len(ENDLESS), None)):
+    for pairs, timeout_s, timeouts, verdict in ((wrong(), 60, 0, 0.0), (ENDLESS, 1, len(ENDLESS), None)):
         with RewardPool("math_answer", workers=2, timeout_s=timeout_s) as pool:
             graded = pool.grade(["?"] * len(pairs), [text for text, _ in pairs], {"answer": [gold for _, gold in pairs]})
         assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, timeouts, 0), graded.first_error

@@ -86,11 +86,12 @@ def test_paused_sequences_keep_their_repetition_guard_and_limits(model):
 @pytest.mark.parametrize("dtype", ["8bit", "4bit"])
 def test_preemption_changes_no_quantised_rollout(model, prompts, dtype):
     """Recomputed keys and values get their codes again. A flipped code moves log-probs a little."""
+    prompts = [prompts[1], prompts[3]]
     sampling, kv = Sampling(max_tokens=270, stop=(), seed=3), KV(policy="full", dtype=dtype)
-    whole, engine = Engine(model, kv, slots=8), Engine(model, kv, slots=8)
+    whole, engine = Engine(model, kv, slots=4), Engine(model, kv, slots=4)
     expected = whole.generate(prompts, 2, sampling)
     engine.load_statistics(whole.statistics)
-    engine.reserve_dense(200, 270, 4, 2, kv_bytes=(8 * DENSE_SLOT_TOKENS + 11 * PAGE_TOKENS) * engine.cache.token_bytes)
+    engine.reserve_dense(200, 270, 2, 2, kv_bytes=(4 * DENSE_SLOT_TOKENS + 12 * PAGE_TOKENS) * engine.cache.token_bytes)
     found = engine.generate(prompts, 2, sampling)
     assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert [each.response for each in found] == [each.response for each in expected]
