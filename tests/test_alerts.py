@@ -169,7 +169,8 @@ def test_of_real_runs_those_that_lost_what_they_could_do_are_told_by_the_held_ou
             alerts = check([json.loads(line) for line in file], AlertsConfig())
         begun |= {(path.parents[1].name, path.name.split(".")[0]): each.step for each in alerts if each.name == "held_out"}
     lost = {("a-collapse", f"naive{run}"): 60 for run in ("-1", "-4-0", "-4-1")}
-    assert begun == {**lost, ("l-long", "naive-0"): 10} and len(paths) > 70
+    long = {("l-long", f"naive-{seed}"): 10 for seed in range(3)}
+    assert begun == {**lost, **long} and len(paths) > 70
 
 
 def test_equal_rewards_want_another_remedy_after_a_fall():
@@ -247,6 +248,40 @@ def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
     lasting = [alert for alert in alerts if alert.name == "rejected" and alert.step == 3]
     assert bool(lasting) == path.name.startswith(("rkv-96", "snapkv-128"))
     assert ("rejected" in names(alerts)) == (path.name.removesuffix(".jsonl.gz") in REJECTING)
+
+
+LONG = sorted((EVIDENCE_FOLDER / "l-long" / "raw").glob("*.jsonl.gz"))
+
+
+@pytest.mark.parametrize(
+    "path", [*EVIDENCE, *LONG], ids=lambda path: f"{path.parents[1].name} {path.name.removesuffix('.jsonl.gz')}"
+)
+def test_without_a_correction_the_mismatch_tells_sparse_runs_from_dense_ones(path):
+    """The limit of an uncorrected run fires at once in every naive run, and never in a dense one."""
+    arm = path.name.rsplit("-", 1)[0]
+    if not arm.startswith(("naive", "dense", "full")) or arm == "dense-4bit":
+        pytest.skip("a corrected run")
+    with gzip.open(path, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    limits = Config(method="naive" if arm.startswith("naive") else "dense").limits
+    told = [alert.step for alert in check(rows, limits) if alert.name == "xi_p05"]
+    assert told[:1] == ([3] if arm.startswith("naive") else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"method": "naive"}, 0.86),
+        ({"method": "sparse_rl"}, 0.6),
+        ({"method": "sparse_rl", "correction": {"preset": "none"}}, 0.86),
+        ({"method": "sparse_rl", "correction": {"preset": "reject_only"}}, 0.6),
+        ({"method": "smd"}, 0.6),
+        ({"method": "naive", "alerts": {"xi_p05": 0.7}}, 0.7),
+        ({"method": "naive", "alerts": {"xi_p05": "none"}}, "none"),
+    ],
+)
+def test_the_limit_of_the_mismatch_depends_on_the_correction(options, limit):
+    assert Config(**options).limits.xi_p05 == limit
 
 
 REJECTING = {"rkv-96-0", "snapkv-128-0", "rkv-128-0", "paper-4-0", "paper-4-2", "paper-guard-0"}

@@ -58,12 +58,17 @@ def kind(arm: str) -> str:
     return DENSE if arm.startswith(("dense", "full")) and arm != "dense-4bit" else CORRECTED
 
 
+def default_limits(arm: str) -> AlertsConfig:
+    """Return the limits of the alerts in runs of an arm."""
+    return AlertsConfig().resolved(kind(arm) == CORRECTED)
+
+
 def first_alerts(settings: AlertsConfig) -> list[tuple[Run, dict[str, int]]]:
     """Return each run with the first step of each alert that fired."""
     found = []
     for run in every_run():
         steps: dict[str, int] = {}
-        for alert in check(run.rows, settings):
+        for alert in check(run.rows, settings.resolved(run.kind == CORRECTED)):
             steps.setdefault(alert.name, alert.step)
         found.append((run, steps))
     return found

@@ -21,7 +21,6 @@ from formatting import NOT_YET, interval, table
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import STABILITY_HEADS, plot_stability, stability_rows
 
-from sparse_rl.config import AlertsConfig
 from sparse_rl.monitor.alerts import check
 
 DOCS = HERE.parents[1] / "docs"
@@ -216,7 +215,7 @@ def warned(question: str) -> str:
     for arm, runs in read(question).items():
         for seed, rows in runs.items():
             spans: dict[str, list[str]] = {}
-            for alert in check(rows, AlertsConfig()):
+            for alert in check(rows, alert_leads.default_limits(arm)):
                 spans.setdefault(alert.name, []).append(
                     f"{alert.step} to {alert.ended}" if alert.ended else f"{alert.step} on"
                 )

@@ -1,12 +1,15 @@
 """`alerts`: limits on the metrics of a run."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
 from .section import Section
 
 Share = Annotated[float, Field(ge=0, le=1)] | Literal["none"]
+
+XI_P05, XI_P05_UNCORRECTED = 0.6, 0.86
+"""Limits of `alerts.xi_p05 = auto`, with and without a correction (experiments/evidence/RESULTS.md, section H)."""
 
 
 class AlertsConfig(Section):
@@ -32,8 +35,10 @@ class AlertsConfig(Section):
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
         2.5, description="Largest policy/grad_norm, relative to its median over the first ten steps."
     )
-    xi_p05: Share = Field(
-        0.6, description="Smallest sparse/xi_p05. With kv.budget = auto, also the target of sparse/xi_p05_long."
+    xi_p05: Share | Literal["auto"] = Field(
+        "auto",
+        description=f"Smallest sparse/xi_p05; auto: {XI_P05_UNCORRECTED:g} if nothing corrects the mismatch, else {XI_P05:g}. With "
+        "kv.budget = auto, also the target of sparse/xi_p05_long.",
     )
     rejected: Share = Field(0.4, description="Largest sparse/rejection_rate or sparse/wasted_tokens.")
     zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")
@@ -44,3 +49,8 @@ class AlertsConfig(Section):
     def _null_as_word(cls, value: Any) -> Any:
         """Convert None to the string `none`, because TOML has no null and config.toml must store disabled alerts."""
         return "none" if value is None or value in ("null", "None") else value
+
+    def resolved(self, corrected: bool = True) -> Self:
+        """Return the limits with a number in place of `xi_p05 = auto`. `corrected` is false if nothing corrects the mismatch."""
+        limit = XI_P05 if corrected else XI_P05_UNCORRECTED
+        return self.model_copy(update={"xi_p05": limit}) if self.xi_p05 == "auto" else self

@@ -42,6 +42,11 @@ class CorrectionSpec:
         return self.veto > 0 or self.drop in ("sequence", "mean")
 
     @property
+    def corrects(self) -> bool:
+        """Return whether anything depends on the mismatch: a weight, or a rule that drops tokens or sequences."""
+        return self.weight != "one" or self.veto > 0 or self.drop != "none"
+
+    @property
     def judged(self) -> Literal["rejected", "unlikely"]:
         """Share of rollouts that a budget is judged by: the rejected ones, or, if no rule drops sequences, those that the paper's
         veto would reject."""

@@ -9,7 +9,7 @@ from ..errors import UserError
 from ..format import counted
 from .advantage import AdvantageConfig
 from .alerts import AlertsConfig
-from .correction import CorrectionConfig
+from .correction import CorrectionConfig, CorrectionSpec
 from .data import DataConfig
 from .kv import KV
 from .loss import LossConfig
@@ -139,7 +139,7 @@ class Config(Section):
                 f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}, "
                 f"so every answer would be penalized. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
-        spec = self.correction.spec(self.default_preset)  # raises if the options are inconsistent
+        spec = self.correction_spec  # raises if the options are inconsistent
         options = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
         if self.method in SHADOW_METHODS and options not in ({}, {"preset": "none"}):
             key, value = next(iter(options.items()))
@@ -158,6 +158,15 @@ class Config(Section):
     @property
     def default_preset(self) -> str:
         return "paper" if self.method == "sparse_rl" else "none"
+
+    @property
+    def correction_spec(self) -> CorrectionSpec:
+        return self.correction.spec(self.default_preset)
+
+    @property
+    def limits(self) -> AlertsConfig:
+        """Return the limits of the alerts. Methods that learn on the sampler's view have no mismatch to correct."""
+        return self.alerts.resolved(corrected=self.method in SHADOW_METHODS or self.correction_spec.corrects)
 
     @property
     def refill(self) -> bool:
@@ -197,7 +206,7 @@ class Config(Section):
         another view. `correction.normalize` divides the policy term by a mean over the update, and if the loss has other
         terms, this mean must be known before the pass.
         """
-        normalize = self.correction.spec(self.default_preset).normalize
+        normalize = self.correction_spec.normalize
         before = self.rollout.refill_rejected or (normalize and self.loss.has_other_terms)
         return self.method not in SHADOW_METHODS and not before
 

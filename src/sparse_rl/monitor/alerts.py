@@ -41,7 +41,7 @@ class AlertMonitor:
     """Checks a run row by row. A missing or non-finite value neither starts nor ends an alert."""
 
     def __init__(self, settings: AlertsConfig, kv: KV = FIXED):
-        self.settings, self.kv = settings, kv
+        self.settings, self.kv = settings.resolved(), kv
         self.alerts: list[Alert] = []
         """All alerts so far, in the order in which they started."""
         self._past = History(deque(maxlen=settings.steps))

@@ -60,7 +60,8 @@ class Targets:
     @classmethod
     def of(cls, kv: KV, alerts: AlertsConfig, spec: CorrectionSpec) -> Self:
         """Return the targets that a run with these options holds."""
-        return cls(kv.target_rejected, 0.0 if alerts.xi_p05 == "none" else alerts.xi_p05, spec.judged)
+        tail = alerts.resolved(spec.corrects).xi_p05
+        return cls(kv.target_rejected, tail if isinstance(tail, float) else 0.0, spec.judged)
 
     def met_by(self, figures: Figures) -> bool:
         return figures.rejected <= self.rejected and figures.tail >= self.tail

@@ -2,7 +2,7 @@
 
 from ..config import AlertsConfig
 
-DEFAULTS = AlertsConfig()
+DEFAULTS = AlertsConfig().resolved()
 
 
 def limit(alerts: AlertsConfig | None, name: str) -> float:

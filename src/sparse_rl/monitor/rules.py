@@ -253,7 +253,8 @@ RULES = {
     "xi_p05": Rule(
         ("sparse/xi_p05",),
         _xi_p05,
-        "{cache} before changing the correction; if eval pass@1 and pass@1_sparse stay close, lower alerts.xi_p05",
+        "use method sparse_rl instead of naive; otherwise {cache} before changing the correction; if eval pass@1 and pass@1_sparse "
+        "stay close, lower alerts.xi_p05",
     ),
     "rejected": Rule(
         ("sparse/rejection_rate", "sparse/wasted_tokens"),

@@ -149,5 +149,5 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def alerts(run: Run) -> list[dict[str, Any]]:
-    settings = run.settings.alerts if run.settings else AlertsConfig()
+    settings = run.settings.limits if run.settings else AlertsConfig()
     return [asdict(each) for each in check(run.rows, settings, run.kv)]

@@ -75,7 +75,7 @@ class Run:
     @property
     def correction(self) -> CorrectionSpec:
         """Correction of the run; the paper's if this version cannot parse the configuration."""
-        return PRESETS["paper"] if self.settings is None else self.settings.correction.spec(self.settings.default_preset)
+        return PRESETS["paper"] if self.settings is None else self.settings.correction_spec
 
     @property
     def veto(self) -> float:

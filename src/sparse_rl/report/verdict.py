@@ -146,7 +146,7 @@ def signs(run: Run, *, learned: bool) -> list[str]:
 
 
 def _limit(run: Run, name: str) -> float:
-    return limit(run.settings.alerts if run.settings else None, name)
+    return limit(run.settings.limits if run.settings else None, name)
 
 
 def _and(parts: list[str]) -> str:

@@ -47,8 +47,8 @@ class AutoBudget:
         self.engine, self.actor, self.optimizer = engine, actor, optimizer
         self.longest_prompt_ids, self.most_prompt_tokens = longest_prompt_ids, most_prompt_tokens
         self.folder, self.terminal, self.world = folder, terminal, world
-        self.spec = config.correction.spec(config.default_preset)
-        self.targets = Targets.of(config.kv, config.alerts, self.spec)
+        self.spec = config.correction_spec
+        self.targets = Targets.of(config.kv, config.limits, self.spec)
         self.state = BudgetState(engine.kv.kept_tokens)
         self.changes: list[dict[str, Any]] = []
         """Step, budgets before and after, and reason of each change so far."""

@@ -89,7 +89,7 @@ class TrainingStep:
         self.actor, self.optimizer, self.world = actor, optimizer, world
         self.shadow = config.method in SHADOW_METHODS
         self.objective = Objective.of(config)
-        self.spec = config.correction.spec(config.default_preset)
+        self.spec = config.correction_spec
 
     def sample(self, cursor: int, progress: ProgressCallback | None) -> RolloutBatch:
         """Sample and grade the groups of one step, from prompt number `cursor` on."""

@@ -54,7 +54,7 @@ class RunTerminal:
         self.done = 0
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.drawn_at = 0.0
-        self.alert_monitor = AlertMonitor(config.alerts, config.kv)
+        self.alert_monitor = AlertMonitor(config.limits, config.kv)
         self.shares = True
         """True if all held-out scores so far are shares of correct answers, not mean rewards."""
 
