@@ -268,6 +268,24 @@ def test_without_a_correction_the_mismatch_tells_sparse_runs_from_dense_ones(pat
     assert told[:1] == ([3] if arm.startswith("naive") else [])
 
 
+@pytest.mark.parametrize("path", LONG, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_answers_that_outgrow_a_fixed_budget_are_told_by_the_rise_of_rejections(path):
+    """In the run with 512 recent tokens, rejections rose from 4 to 27 %: below the limit, far above the first steps."""
+    with gzip.open(path, "rt") as file:
+        told = [alert for alert in check([json.loads(line) for line in file], AlertsConfig()) if alert.name == "rejected"]
+    assert [alert.step for alert in told] == ([26] if path.name.startswith("streaming") else [])
+    assert all("usually 4% in the first 10 steps (limit 15% more)" in alert.sentence for alert in told)
+
+
+def test_a_rise_of_rejections_counts_from_the_tenth_step():
+    start = rows((10, {"sparse/rejection_rate": 0.02}))
+    for rate, told in ((0.16, []), (0.18, [13]), (0.39, [13]), (0.41, [13])):
+        story = [*start, *(row | {"step": row["step"] + 10} for row in rows((3, {"sparse/rejection_rate": rate})))]
+        assert [alert.step for alert in check(story, AlertsConfig()) if alert.name == "rejected"] == told
+        assert not [alert for alert in check(story, AlertsConfig(rejected="none")) if alert.name == "rejected"]
+        assert not [alert for alert in check(story[5:], AlertsConfig()) if alert.name == "rejected" and rate < 0.4]
+
+
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
@@ -307,7 +325,7 @@ def test_of_another_task_the_gradients_alarms_go_away(path):
     assert bool(begun["length"]) == short and all(9 <= step <= 30 for step in begun["length"])
     assert bool(begun["truncated"]) != short and all(9 <= step <= 19 for step in begun["truncated"])
     assert bool(begun["xi_p05"]) == path.name.startswith("paper-protected" if short else ("naive", "paper"))
-    assert bool(begun["rejected"]) == (not short and path.name.startswith("paper-protected-0"))
+    assert bool(begun["rejected"]) == (not short and path.name.startswith("paper-protected"))
 
 
 ALARMED = {"g-graded dense-0", "g-graded dense-1", "g-graded paper-protected-1", "g-length naive-0"}

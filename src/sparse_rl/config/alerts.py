@@ -40,7 +40,10 @@ class AlertsConfig(Section):
         description=f"Smallest sparse/xi_p05; auto: {XI_P05_UNCORRECTED:g} if nothing corrects the mismatch, else {XI_P05:g}. With "
         "kv.budget = auto, also the target of sparse/xi_p05_long.",
     )
-    rejected: Share = Field(0.4, description="Largest sparse/rejection_rate or sparse/wasted_tokens.")
+    rejected: Share = Field(
+        0.4,
+        description="Largest sparse/rejection_rate or sparse/wasted_tokens. A rise of the rate by 0.15 starts the alert, too.",
+    )
     zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")
     no_verdict: Share = Field(0.1, description="Largest fraction of rollouts without a verdict.")
 

@@ -14,8 +14,12 @@ from .limits import DEFAULTS
 
 Row = Mapping[str, float]
 
+EARLY = ("policy/grad_norm", "sparse/rejection_rate")
+"""Metrics that are compared with their median over the first steps."""
 EARLY_STEPS = 10
-"""Number of initial steps that define the usual gradient norm of a run."""
+"""Number of first steps."""
+REJECTED_RISE = 0.15
+"""Increase of the rejected share that raises an alert, at any level: the answers outgrow the cache."""
 TRUNCATED_RISE = 0.5
 """Increase of the share of truncated rollouts that raises an alert even if the reward has not fallen."""
 REWARD_FALL = float(DEFAULTS.reward)
@@ -36,22 +40,28 @@ class History:
     """First value of every metric."""
     spread: float = 0.0
     """Largest reward/std so far. If all rollouts of a step fail, its reward/std is 0 and does not measure noise."""
-    early: list[float] = field(default_factory=list)
-    """Gradient norms of the first steps, at most `EARLY_STEPS` of them."""
+    early: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in EARLY})
+    """Values of the metrics in `EARLY` in the first steps, at most `EARLY_STEPS` of them."""
     held_out: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Best held-out score of each benchmark with the lower end of its interval, by metric."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
         self.spread = max(self.spread, now.get("reward/std", 0.0))
-        if len(self.early) < EARLY_STEPS and "policy/grad_norm" in now:
-            self.early.append(now["policy/grad_norm"])
+        for key, values in self.early.items():
+            if len(values) < EARLY_STEPS and key in now:
+                values.append(now[key])
         if "reward/mean" in now:
             self.recent.append(now["reward/mean"])
             if self.best == -math.inf or len(self.recent) == self.recent.maxlen:
                 self.best = max(self.best, sum(self.recent) / len(self.recent))
         for score in held_out_scores(now):
             self.held_out[score] = max(self.held_out.get(score, (-math.inf, 0.0)), (now[score], now[f"{score}_low"]))
+
+    def usual(self, key: str) -> float | None:
+        """Return the median of a metric over the first steps; None before these are done."""
+        values = self.early[key]
+        return statistics.median(values) if len(values) == EARLY_STEPS else None
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,8 @@ def _length(now: Row, past: History, limit: float) -> str | None:
 
 
 def _grad_norm(now: Row, past: History, limit: float) -> str | None:
-    value, usual = now["policy/grad_norm"], statistics.median(past.early)
-    if len(past.early) < EARLY_STEPS or value <= limit * usual:
+    value, usual = now["policy/grad_norm"], past.usual("policy/grad_norm")
+    if usual is None or value <= limit * usual:
         return None
     return (
         f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times the median of the first {EARLY_STEPS} steps "
@@ -170,6 +180,12 @@ def _xi_p05(now: Row, past: History, limit: float) -> str | None:
 
 def _rejected(now: Row, past: History, limit: float) -> str | None:
     rate, wasted = now["sparse/rejection_rate"], now["sparse/wasted_tokens"]
+    usual = past.usual("sparse/rejection_rate")
+    if usual is not None and usual + REJECTED_RISE < rate <= limit:
+        return (
+            f"sparse/rejection_rate is {rate:.0%}, usually {usual:.0%} in the first {EARLY_STEPS} steps (limit {REJECTED_RISE:.0%} "
+            "more): answers outgrow the cache"
+        )
     if max(rate, wasted) <= limit:
         return None
     return (
