@@ -11,6 +11,7 @@ import pytest
 from sparse_rl.monitor.budget import (
     EVIDENCE,
     RETRY_STEPS,
+    ROOM,
     RUNG,
     WINDOW,
     BudgetState,
@@ -178,10 +179,9 @@ def test_few_rollouts_a_step_are_judged_over_more_steps():
 
 
 def test_a_rate_at_the_target_rarely_lowers_the_budget():
-    """A quarter of the target is no chance at the target, even with the fewest rollouts that are judged."""
+    """Not even with the fewest rollouts after which the budget may fall."""
     rollouts = math.ceil(EVIDENCE / TARGETS.rejected)
-    most = math.floor(EVIDENCE / 4)
-    assert 1 - chance_of(most + 1, rollouts, TARGETS.rejected) < 0.02
+    assert 1 - chance_of(math.floor(ROOM * EVIDENCE) + 1, rollouts, TARGETS.rejected) < 0.02
 
 
 def test_a_budget_that_failed_is_not_tried_again_at_the_same_lengths():

@@ -1,6 +1,6 @@
 """Decide the budget of a run with `kv.budget = "auto"` from the figures of its steps. Pure functions. Imports no torch.
 
-The budget rises if chance does not explain the rejected rollouts at the target, in the last step or in several together, or if
+The budget rises if more rollouts are rejected than chance explains at the target, in the last step or in several together, or if
 the mismatch of long responses exceeds its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to
 a budget that failed at similar lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rarely rebuilt.
 """
@@ -18,16 +18,16 @@ RUNG = 1.25
 WINDOW = 8
 """Steps at a budget before it may fall, and steps that are judged together."""
 EVIDENCE = 8.0
-"""Minimum number of rejections expected at the target before the budget may fall. At the target, a quarter of them has a chance
-of 1.4 %."""
+"""Minimum number of rejections expected at the target before the budget may fall. If the true rate is the target, at most `ROOM`
+of them are seen with a probability of 1.4 %."""
 CHANCE, CHANCE_IF_GROWN = 0.001, 0.01
-"""The budget rises if so many rejections have at most this chance at the target. The second applies if responses have grown. Of
-64 rollouts and a target of 2 %, this takes 7 or 5 in one step. A thousandth, because every step is tested with several counts,
-and because rollouts of one prompt are often rejected together."""
+"""The budget rises if at least so many rejections have at most this probability at the target. The second applies if responses
+have grown. With 64 rollouts in a step and a target of 2 %, 7 rejections suffice, or 5. Both are low because every step tests
+several counts, and because rollouts of one prompt are often rejected together."""
 ROOM = 0.25
 """Share of the target up to which the budget may fall."""
 FAR = 2.0
-"""Multiple of the target. The budget rises by two rungs if chance does not explain the rejections even there."""
+"""Multiple of the target. The budget rises by two rungs if the rejections exceed even this by more than chance."""
 RETRY_STEPS = 64
 """Steps after which a budget that failed may be tried again at the same response lengths."""
 MOST_CHANGES = 256
@@ -239,7 +239,7 @@ def _with_step(figures: Figures, state: BudgetState, targets: Targets) -> Budget
 
 
 def _worst(window: Sequence[Figures], targets: Targets, has_grown: bool) -> Count | None:
-    """Return the count of the last 1, 2, 4, … steps, or of all, that chance explains least. None if chance may explain each."""
+    """Return the least likely count of the last 1, 2, 4, … steps, or of all. None if chance explains it."""
     lengths = [2**power for power in range(len(window).bit_length()) if 2**power < len(window)]
     counts = [Count.of(window[-steps:], targets) for steps in (*lengths, len(window))]
     worst = min(counts, key=Count.chance)
