@@ -333,9 +333,10 @@ def test_a_run_resumes_with_the_largest_budget_for_which_there_is_memory(world, 
 
 
 def test_the_default_cache_follows_a_budget_that_the_run_sets(world, tmp_path):
-    flags = [*AUTO, "--kv.policy", "triattention", "--kv.window", "auto", "--kv.protect-prompt", "true", "--steps", "1"]
-    train(world, tmp_path / "run", *flags)
-    assert metrics(tmp_path / "run")[-1]["kv/budget"] == 16  # the smallest that is tried
+    flags = [*AUTO, "--kv.policy", "triattention", "--kv.window", "auto", "--kv.protect-prompt", "true", "--steps"]
+    train(world, tmp_path / "run", *flags, "1")
+    train(world, tmp_path / "run", *flags, "2", "--resume", "--alerts.xi-p05", "0.999")  # a target that it misses
+    assert [row["kv/budget"] for row in metrics(tmp_path / "run")[1:]] == [16, 16]  # the smallest that is tried
     stored = json.loads((tmp_path / "run/model/sparse_rl.json").read_text())["kv"]
     assert stored["window"] == "auto" and stored["budget"] > 16 and KV(**stored).recent == stored["budget"] // 2
 

@@ -1,8 +1,8 @@
 """Decide the budget of a run with `kv.budget = "auto"` from the figures of its steps. Pure functions. Imports no torch.
 
-The budget rises if more rollouts are rejected than chance explains at the target, in the last step or in several, or if the
-mismatch of long responses exceeds its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to a
-budget that failed at similar lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rarely rebuilt.
+The budget rises if more rollouts are rejected than chance explains at the target, in the last step or in several together, or if
+the mismatch of long responses exceeds its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to
+a budget that failed at similar lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rarely rebuilt.
 """
 
 import math
@@ -17,15 +17,17 @@ RUNG = 1.25
 """Ratio of neighbouring budgets. Responses count as grown if they are longer by this ratio."""
 WINDOW = 8
 """Steps at a budget before it may fall, and steps that are judged together."""
-EVIDENCE = 4.0
-"""Minimum number of rejections expected at the target before the budget may fall."""
-SURE, SURE_AT_ONCE = 1.0, 2.0
-"""Standard deviations above the target from which the budget rises, over the whole window and over only its last steps. Both are
-lower by one if responses have grown."""
+EVIDENCE = 8.0
+"""Minimum number of rejections expected at the target before the budget may fall. If the true rate is the target, at most `ROOM`
+of them are seen with a probability of 1.4 %."""
+CHANCE, CHANCE_IF_GROWN = 0.001, 0.01
+"""The budget rises if at least so many rejections have at most this probability at the target. The second applies if responses
+have grown. With 64 rollouts in a step and a target of 2 %, 7 rejections suffice, or 5. Both are low because every step tests
+several counts, and because rollouts of one prompt are often rejected together."""
 ROOM = 0.25
 """Share of the target up to which the budget may fall."""
-FAR = 3.0
-"""Multiple of the target from which the budget rises by two rungs."""
+FAR = 2.0
+"""Multiple of the target. The budget rises by two rungs if the rejections exceed even this by more than chance."""
 RETRY_STEPS = 64
 """Steps after which a budget that failed may be tried again at the same response lengths."""
 MOST_CHANGES = 256
@@ -75,27 +77,31 @@ class Targets:
 class Count:
     """Rejected rollouts of some steps together."""
 
-    rejected: float
+    rejected: int
     rollouts: int
-    expected: float
-    """Rejected rollouts at the target."""
+    target: float
+    """Share that may be rejected."""
     judged: str
     """See `Targets.judged`."""
 
     @classmethod
     def of(cls, window: Sequence[Figures], targets: Targets) -> "Count":
         rollouts = sum(each.rollouts for each in window)
-        rejected = sum(each.rejected * each.rollouts for each in window)
-        return cls(rejected, rollouts, targets.rejected * rollouts, targets.judged)
+        rejected = round(sum(each.rejected * each.rollouts for each in window))
+        return cls(rejected, rollouts, targets.rejected, targets.judged)
 
     @property
-    def excess(self) -> float:
-        """Standard deviations above the target, if rejections are independent."""
-        return (self.rejected - self.expected) / math.sqrt(self.expected)
+    def expected(self) -> float:
+        """Rejected rollouts at the target."""
+        return self.target * self.rollouts
+
+    def chance(self, multiple: float = 1.0) -> float:
+        """Return the probability of at least so many rejections at this multiple of the target."""
+        return chance_of(self.rejected, self.rollouts, min(1.0, multiple * self.target))
 
     def __str__(self) -> str:
-        share, target = self.rejected / self.rollouts, self.expected / self.rollouts
-        return f"{self.rejected:.0f} of {self.rollouts} rollouts {self.judged} ({share:.1%}, target {target:.1%})"
+        share = self.rejected / self.rollouts
+        return f"{self.rejected} of {self.rollouts} rollouts {self.judged} ({share:.1%}, target {self.target:.1%})"
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,25 @@ class Decision:
     """Targets that the largest budget misses; empty if it meets them, or if the run has already warned."""
 
 
+def chance_of(rejected: int, rollouts: int, share: float) -> float:
+    """Return the probability of at least `rejected` rejections, if each of `rollouts` is rejected with probability `share`.
+
+    The upper tail of a binomial distribution: all rollouts are taken as independent.
+    """
+    if rejected <= 0 or share >= 1:
+        return 1.0
+    log_share, log_rest = math.log(share), math.log1p(-share)
+    total, log_orders = 0.0, math.lgamma(rollouts + 1)
+    for count in range(rejected, rollouts + 1):
+        rest = rollouts - count
+        log_ways = log_orders - math.lgamma(count + 1) - math.lgamma(rest + 1)
+        term = math.exp(log_ways + count * log_share + rest * log_rest)
+        total += term
+        if count > share * rollouts and term <= 1e-17 * total:  # the other terms are smaller
+            break
+    return min(1.0, total)
+
+
 def ladder(least: int, most: int) -> list[int]:
     """Return the budgets from `least` to `most`, each a `RUNG` larger than the one before. The last is `most`."""
     found, size = [], float(least)
@@ -192,7 +217,7 @@ def decide(figures: Figures, state: BudgetState, targets: Targets, budgets: Sequ
         higher = [budget for budget in budgets if budget > state.budget]
         if not higher:
             return Decision(replace(state, is_limited=True), unmet="" if state.is_limited else reason)
-        rungs = 2 if worst and worst.rejected > FAR * worst.expected else 1
+        rungs = 2 if worst and worst.chance(FAR) <= CHANCE else 1
         failed = Failed(state.budget, figures.tokens)
         return Decision(BudgetState(higher[:rungs][-1], figures.tokens, failed=failed), reason)
     state = replace(state, is_limited=False)
@@ -215,13 +240,11 @@ def _with_step(figures: Figures, state: BudgetState, targets: Targets) -> Budget
 
 
 def _worst(window: Sequence[Figures], targets: Targets, has_grown: bool) -> Count | None:
-    """Return the count of all steps, or of the last 1, 2, 4, …, that exceeds the target most; None if none does clearly."""
+    """Return the least likely count of the last 1, 2, 4, … steps, or of all. None if chance explains it."""
     lengths = [2**power for power in range(len(window).bit_length()) if 2**power < len(window)]
-    counts = [(Count.of(window, targets), SURE)]
-    counts += [(Count.of(window[-steps:], targets), SURE_AT_ONCE) for steps in reversed(lengths)]
-    leeway = 1.0 if has_grown else 0.0
-    exceeding = [count for count, sure in counts if count.excess > sure - leeway]
-    return max(exceeding, key=lambda count: count.excess, default=None)
+    counts = [Count.of(window[-steps:], targets) for steps in (*lengths, len(window))]
+    worst = min(counts, key=Count.chance)
+    return worst if worst.chance() <= (CHANCE_IF_GROWN if has_grown else CHANCE) else None
 
 
 def _has_failed(budget: int, tokens: int, failed: Failed | None) -> bool:
