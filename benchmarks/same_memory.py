@@ -5,9 +5,10 @@ python benchmarks/same_memory.py dense --sequences 256 --json benchmarks/results
 python benchmarks/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
 python benchmarks/same_memory.py dense --kv-dtype 4bit …   (8bit or 4bit; vllm: fp8)
 python benchmarks/same_memory.py ours --kv-dtype 8bit --budget 992 …   (as many bytes as 512 in bfloat16; 4bit: 1776)
+python benchmarks/same_memory.py vllm --kv-gib 3.2 --lengths full …   (the memory that a training run leaves, without ours)
 
-Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it; log-probs of sampled
-tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. In the model's dtype it sets the memory:
+Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it, or all of full length;
+log-probs of sampled tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. In the model's dtype it sets the memory:
 vLLM gets the bytes that it allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules; so
 does our dense engine. In 8 or 4 bits, ours is another arm, and its budget must fit these bytes.
 `--seconds` ends vLLM early and counts the tokens it has by then. That favours vLLM: sequences are still short, and the tail never
@@ -37,6 +38,8 @@ def main() -> None:
     parser.add_argument(
         "--kv-dtype", default="auto", help="storage of keys and values, of ours and dense (8bit, 4bit) and vllm (fp8)"
     )
+    parser.add_argument("--lengths", choices=["uniform", "full"], default="uniform")
+    parser.add_argument("--kv-gib", type=float, help="memory of dense and vllm for keys and values [what ours took]")
     parser.add_argument("--seconds", type=float, help="end vLLM after this long")
     parser.add_argument(
         "--json", type=Path, required=True, help="ours writes it; vLLM reads the bytes there and adds its part"
@@ -45,7 +48,9 @@ def main() -> None:
     args.name = args.engine if args.kv_dtype == "auto" else f"{args.engine} {args.kv_dtype}"
     rng, vocab = random.Random(0), 20 if args.model == "tiny" else 100_000
     prompts = [[rng.randrange(5, vocab) for _ in range(args.prompt_tokens)] for _ in range(-(-args.sequences // GROUP))]
-    lengths = [rng.randint(args.longest // 16, args.longest) for _ in range(len(prompts) * GROUP)]
+    shortest = args.longest if args.lengths == "full" else args.longest // 16
+    lengths = [rng.randint(shortest, args.longest) for _ in range(len(prompts) * GROUP)]
+    args.sequences = len(lengths)
     runs = {"ours": ours, "dense": dense, "vllm": vllm}
     record = runs[args.engine](args, prompts, lengths)
     args.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -54,7 +59,6 @@ def main() -> None:
 
 def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
     from sparse_rl import KV, Engine, Sampling
-    from sparse_rl.bench.record import environment
     from sparse_rl.bench.rollout import warm_up
 
     model = model_of(args)
@@ -69,16 +73,7 @@ def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
                 f"--budget {args.budget} takes {kv_bytes + side_bytes:,} bytes, more than the {room:,} of ours: lower it."
             )
     else:
-        record = environment("same-memory", model.device) | {
-            "model": args.model,
-            "sequences": len(lengths),
-            "longest": args.longest,
-            "prompt_tokens": args.prompt_tokens,
-            "group": GROUP,
-            "kv": kv.model_dump(),
-            "kv_bytes": kv_bytes,
-            "side_bytes": side_bytes,
-        }
+        record = work(args, kv_bytes) | {"kv": kv.model_dump(), "side_bytes": side_bytes}
     warm_up(engine, (prompts * GROUP)[: engine.slots], kv.capacity, uniform=True)
     started = now(args)
     rollouts = engine.generate(prompts, GROUP, Sampling(max_tokens=args.longest, stop=()), limits=lengths)
@@ -96,14 +91,40 @@ def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
     return record | {args.name: found}
 
 
+def work(args: argparse.Namespace, kv_bytes: int) -> dict[str, Any]:
+    """Return the first part of a record: the machine, the sequences and the memory."""
+    import torch
+
+    from sparse_rl.bench.record import environment
+
+    return environment("same-memory", torch.device(args.device)) | {
+        "model": args.model,
+        "sequences": args.sequences,
+        "longest": args.longest,
+        "lengths": args.lengths,
+        "prompt_tokens": args.prompt_tokens,
+        "group": GROUP,
+        "kv_bytes": kv_bytes,
+        "side_bytes": 0,
+    }
+
+
+def begun(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the record to which an arm is added: that of ours, or a new one with the memory of --kv-gib."""
+    if args.json.exists() or args.kv_gib is None:
+        return json.loads(args.json.read_text())
+    return work(args, int(args.kv_gib * 2**30))
+
+
 def dense(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-    """Our dense engine in as many bytes as the sparse cache and its side tables take. Sequences take pages as they grow."""
+    """Our dense engine in as many bytes as the sparse cache and its side tables take, or in --kv-gib. Sequences take pages as they
+    grow."""
     from sparse_rl import KV, Engine, Sampling
     from sparse_rl.bench.lengths import live_tokens
     from sparse_rl.bench.rollout import DENSE_SLOTS, warm_up
     from sparse_rl.sizes import token_bytes
 
-    record = json.loads(args.json.read_text())
+    record = begun(args)
     kv_bytes = record["kv_bytes"] + record["side_bytes"]
     model = model_of(args)
     kv = KV(policy="full", dtype=args.kv_dtype)
@@ -129,7 +150,7 @@ def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    record = json.loads(args.json.read_text())
+    record = begun(args)
     llm = LLM(
         model=config_folder(args.model),
         load_format="dummy",

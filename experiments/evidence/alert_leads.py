@@ -99,9 +99,9 @@ def alert_cells(fired: list[tuple[Run, int | None]]) -> list[str]:
     """
     cells = [str(sum((run.kind, run.task) == group and step is not None for run, step in fired)) for group in GROUPS]
     steps = [(step, fall_step(run.rows)) for run, step in fired if run.collapsed]
-    leads = [f"{fell - step:+d}" if step and fell else "-" for step, fell in steps]
+    ahead = [f"{fell - step:+d}" if step and fell else "-" for step, fell in steps]
     warned = sum(step is not None for step, _ in steps)
-    return [*cells, str(warned), ", ".join(leads) if warned else ""]
+    return [*cells, str(warned), ", ".join(ahead) if warned else ""]
 
 
 NAIVE_HEADS = (
