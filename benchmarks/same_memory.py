@@ -51,6 +51,8 @@ def main() -> None:
     shortest = args.longest if args.lengths == "full" else args.longest // 16
     lengths = [rng.randint(shortest, args.longest) for _ in range(len(prompts) * GROUP)]
     args.sequences = len(lengths)
+    if args.engine == "ours" and args.kv_gib is not None:
+        raise SystemExit("--kv-gib has no effect on ours: its budget sets the memory.")
     runs = {"ours": ours, "dense": dense, "vllm": vllm}
     record = runs[args.engine](args, prompts, lengths)
     args.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -110,15 +112,27 @@ def work(args: argparse.Namespace, kv_bytes: int) -> dict[str, Any]:
 
 
 def begun(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the record to which an arm is added: that of ours, or a new one with the memory of --kv-gib."""
-    if args.json.exists() or args.kv_gib is None:
-        return json.loads(args.json.read_text())
-    return work(args, int(args.kv_gib * 2**30))
+    """Return the record to which an arm is added: the one of ours, or one with the memory of --kv-gib."""
+    if not args.json.exists():
+        if args.kv_gib is None:
+            raise SystemExit(f"{args.json} does not exist. Run ours first, or pass --kv-gib.")
+        return work(args, int(args.kv_gib * 2**30))
+    record = json.loads(args.json.read_text())
+    asked = {
+        "sequences": args.sequences,
+        "longest": args.longest,
+        "prompt_tokens": args.prompt_tokens,
+        "lengths": args.lengths,
+    }
+    if args.kv_gib is not None:
+        asked["kv_bytes"] = int(args.kv_gib * 2**30)
+    if other := [key for key, value in asked.items() if record.get(key, "uniform") != value]:
+        raise SystemExit(f"{args.json} has another {', '.join(other)}: pass another --json.")
+    return record
 
 
 def dense(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-    """Our dense engine in as many bytes as the sparse cache and its side tables take, or in --kv-gib. Sequences take pages as they
-    grow."""
+    """Our dense engine in the bytes of the sparse cache and its side tables, or in --kv-gib. Sequences take pages as they grow."""
     from sparse_rl import KV, Engine, Sampling
     from sparse_rl.bench.lengths import live_tokens
     from sparse_rl.bench.rollout import DENSE_SLOTS, warm_up

@@ -102,9 +102,9 @@ def with_own_rates(command: list[str], *rates: str) -> None:
 def late() -> None:
     """The second rank comes after the time limit."""
     dist.init_process_group("gloo")
-    world = World(dist.get_rank(), 2, dist.new_group(backend="gloo"), timeout=timedelta(seconds=1))
+    world = World(dist.get_rank(), 2, dist.new_group(backend="gloo"), timeout=timedelta(seconds=2))
     if world.rank:
-        time.sleep(2)
+        time.sleep(4)
     world.barrier()
 
 

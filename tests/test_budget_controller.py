@@ -1,10 +1,13 @@
 """The controller of kv.budget = auto: figures and state in, a decision out."""
 
+import gzip
 import json
 import math
 import random
+from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import groupby, pairwise
+from pathlib import Path
 
 import pytest
 
@@ -95,29 +98,42 @@ def test_a_small_excess_raises_the_budget_after_several_steps():
     assert decisions[2].reason == "12 of 192 rollouts rejected (6.2%, target 2.0%)"
 
 
-RECORDED = {
-    "best-0, budget 896": (3700, [0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 1, 0, 1, 0, 1, 1, 3, 1, 2, 1, 1, 1]),
-    "best-1, budget 712": (3900, [2, 1, 0, 3, 3]),
-    "best-1, budget 896": (4096, [2, 1, 0, 0, 1, 2, 0, 1, 5]),
-    "best-1, budget 1,392": (4096, [0, 0, 0, 1, 1, 1]),
-}
-"""Mean length of long responses, and rejected rollouts of 64 in each step at one budget, from
-experiments/evidence/l-long/raw/best-*.jsonl.gz. A rule that reacted to one or two steps raised the budget of best-1 twice."""
+def recorded():
+    """Return the budget and the figures of the steps at it, for each budget of the recorded runs with `kv.budget = "auto"`."""
+    found = {}
+    for path in sorted((Path(__file__).parents[1] / "experiments/evidence/l-long/raw").glob("best-*.jsonl.gz")):
+        with gzip.open(path, "rt") as file:
+            rows = [json.loads(line) for line in file]
+        for budget, steps in groupby((row for row in rows if "kv/budget" in row), key=lambda row: int(row["kv/budget"])):
+            found[f"{path.name.split('.')[0]}, budget {budget}"] = (
+                budget,
+                [
+                    figures(row["sparse/rejection_rate"], 64, row["sparse/xi_p05_long"], int(row["response/p90_tokens"]))
+                    for row in steps
+                ],
+            )
+    return found
+
+
+RECORDED = recorded()
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_steps_near_the_target_do_not_raise_the_budget(name):
-    """Each list is below the target or exceeds it by no more than chance."""
-    tokens, rejected = RECORDED[name]
-    steps = [figures(each / 64, 64, tokens=tokens) for each in rejected]
-    assert not any(each.reason for each in after(steps, BudgetState(896, tokens), budgets=[896, 1112, 1392]))
+    """Each is below the target or exceeds it by no more than chance. A rule that reacted to one or two steps raised the budget
+    three times."""
+    budget, steps = RECORDED[name]
+    state = BudgetState(budget, steps[0].tokens, failed=Failed(budget - 1, steps[0].tokens))
+    assert not any(each.reason for each in after(steps, state, budgets=[budget - 1, budget, 2 * budget]))
 
 
 def test_the_recorded_bad_step_raises_the_budget_if_it_continues():
     """Five rejected of 64 are chance; in two steps in a row they are not. Sixteen raise it at once."""
-    calm = RECORDED["best-1, budget 896"][1][:-1]
+    budget, steps = RECORDED["best-1, budget 896"]
+    assert round(64 * steps[-1].rejected) == 5
     for bad in ([5, 5], [16]):
-        decisions = after([figures(each / 64, 64) for each in [*calm, *bad]], BudgetState(896, 100), budgets=[896, 1112, 1392])
+        story = [*steps[:-1], *(replace(steps[-1], rejected=each / 64) for each in bad)]
+        decisions = after(story, BudgetState(budget, steps[0].tokens), budgets=[896, 1112, 1392])
         assert [bool(each.reason) for each in decisions] == [False] * (len(decisions) - 1) + [True]
 
 

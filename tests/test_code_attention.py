@@ -137,7 +137,7 @@ def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, nam
         ("8bit", 9, 1, 132, 1, ""),
         ("4bit", 6, 2, 128, 1, ""),
         ("4bit", 2, 2, 24, 3, "capped sinks"),
-        ("4bit", 20, 1, 16, 2, ""),
+        ("4bit", 40, 2, 16, 2, ""),
     ],
 )
 def test_a_prompt_of_codes_is_read_once_for_the_slots_that_share_it(name, q_heads, kv_heads, dim, splits, kind):

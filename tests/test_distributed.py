@@ -238,7 +238,7 @@ def test_one_rank_takes_everything():
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
-    assert re.search(r"RankLost: Rank 1 did not respond \(ranks.timeout_s = 1\)", refused(tmp_path, ranks.late))
+    assert re.search(r"RankLost: Rank 1 did not respond \(ranks.timeout_s = 2\)", refused(tmp_path, ranks.late))
 
 
 # One rank refuses

@@ -1,7 +1,9 @@
 """The plan's guidance: budgets beside dense, where sparse wins, what was measured, and fewer prompts per step."""
 
+import gzip
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -117,11 +119,25 @@ def test_the_evidence_is_that_of_the_page():
     assert {float(share): (int(rejected), float(passed)) for share, rejected, passed in rows} == MEASURED
     assert re.search(r"mean of ([\d.]+) %", PAGE)[1] == str(MEASURED_DENSE)
     bits = re.search(
-        r"all keys in 4 bits ends at ([\d.]+) % right.*, dense training at ([\d.]+) .*\. It rejects (\d+) % at first and (\d+) %",
+        r"all keys in 4 bits ends at ([\d.]+) % right.*, dense training at ([\d.]+) .*\. It rejects ([\d.]+) % at first and (\d+) %",
         PAGE.replace("\n", " "),
     )
     first, last, trained, dense = MEASURED_BITS
     assert bits.groups() == (str(trained), str(dense), str(first), str(last))
+    runs, dense_runs = long_answers("dense-4bit"), long_answers("dense")
+    rejected = [[100 * row["sparse/rejection_rate"] for run in runs for row in run[part]] for part in (slice(1, 6), slice(16, 21))]
+    assert [round(statistics.mean(part), digits) for part, digits in zip(rejected, (1, 0), strict=True)] == [first, last]
+    scores = [[100 * run[20]["eval/test/pass@1"] for run in each] for each in (runs, dense_runs)]
+    assert [round(statistics.mean(each), 1) for each in scores] == [trained, dense]
+
+
+def long_answers(arm):
+    """Return the rows of each seed of an arm with long answers."""
+    found = []
+    for path in sorted((ROOT / "experiments/evidence/l-long/raw").glob(f"{arm}-?.jsonl.gz")):
+        with gzip.open(path, "rt") as file:
+            found.append([json.loads(line) for line in file])
+    return found
 
 
 @pytest.mark.parametrize(

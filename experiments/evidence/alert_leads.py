@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from collapse import ending, fall_step
+from collapse import FALL, ending, fall_step
 from curves import WINDOW
 from raw import Rows, read
 
@@ -60,7 +60,7 @@ def kind(arm: str) -> str:
 
 def default_limits(arm: str) -> AlertsConfig:
     """Return the limits of the alerts in runs of an arm."""
-    return AlertsConfig().resolved(kind(arm) == CORRECTED)
+    return AlertsConfig().resolved(corrected=kind(arm) == CORRECTED)
 
 
 def first_alerts(settings: AlertsConfig) -> list[tuple[Run, dict[str, int]]]:
@@ -68,7 +68,7 @@ def first_alerts(settings: AlertsConfig) -> list[tuple[Run, dict[str, int]]]:
     found = []
     for run in every_run():
         steps: dict[str, int] = {}
-        for alert in check(run.rows, settings.resolved(run.kind == CORRECTED)):
+        for alert in check(run.rows, settings.resolved(corrected=run.kind == CORRECTED)):
             steps.setdefault(alert.name, alert.step)
         found.append((run, steps))
     return found
@@ -108,7 +108,7 @@ NAIVE_HEADS = (
     "run",
     "answers",
     "collapsed",
-    "reward 10 % below its best at step",
+    f"reward {FALL:.0%} below its best at step".replace("%", " %"),
     *(f"ξ p05, {when} five steps" for when in ("first", "last")),
     *("`grad_norm` fired at step", "highest gradient norm after step 10 / median up to it"),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from curves import WINDOW, smooth
 from raw import DENSE, Rows
 
-FALL = 0.1
+FALL = 0.4
 """Share of its best value that the reward must lose to count as fallen."""
 
 

@@ -1,4 +1,4 @@
-"""Question L in three tables and one figure: scores, rejections, memory, step times and rewards of the arms with long answers."""
+"""Build the tables and the figure of question L: scores, rejections, memory, step times and rewards with long answers."""
 
 import json
 import math
@@ -68,20 +68,21 @@ def runs_of() -> dict[str, dict[int, Rows]]:
 
 def score_table(*steps: int) -> str:
     """Return a table with a row for each arm: scores of each seed after `END` steps, with a dense cache and with the sampler's,
-    their means, scores after other `steps`, and means over the last five of the first `END` steps."""
+    their means, scores after other `steps`, and means over five steps: the last of the first `END` that all seeds have."""
     heads = ["cache of the sampler", "seeds", f"right after {END} steps, dense cache, %", "mean, dense cache", "own cache, %"]
     heads += ["mean, own cache", *(f"after {step}, %" for step in steps), "rejected, %", "KV bytes saved, %"]
     rows = []
     for title, runs in runs_of().items():
-        late = [row for run in runs.values() for row in [row for row in run if 0 < row["step"] <= END][-5:]]
+        last = min(END, *(run[-1]["step"] for run in runs.values()))
+        late = [row for run in runs.values() for row in run if last - 5 < row["step"] <= last]
         rejected = statistics.mean(100 * row["sparse/rejection_rate"] for row in late)
         rows.append(
             [
                 title,
                 ", ".join(map(str, runs)),
-                *summary(scores(runs, END)),
-                *summary(scores(runs, END, SPARSE)),
-                *(listed({seed: scores(runs, step).get(seed, math.nan) for seed in runs}) for step in steps),
+                *summary(runs, END),
+                *summary(runs, END, SPARSE),
+                *(summary(runs, step)[0] for step in steps),
                 "" if title in UNREJECTED else f"{rejected:.1f}",
                 "" if title == ARMS["dense"] else f"{100 * statistics.mean(map(saved, late)):.0f}",
             ]
@@ -108,13 +109,13 @@ def scores(runs: dict[int, Rows], step: int, key: str = DENSE) -> dict[int, floa
     return {seed: 100 * row[key] for seed, run in runs.items() for row in run if row["step"] == step and key in row}
 
 
-def summary(values: dict[int, float]) -> tuple[str, str]:
-    """Return the values, and their mean if there are several."""
-    return listed(values), interval(list(values.values())) if len(values) > 1 else ""
-
-
-def listed(values: dict[int, float]) -> str:
-    return ", ".join("-" if math.isnan(value) else f"{value:.1f}" for value in values.values())
+def summary(runs: dict[int, Rows], step: int, key: str = DENSE) -> tuple[str, str]:
+    """Return the scores after a step, "-" for a seed without one, and their mean if there are several. Nothing if there are none."""
+    found = scores(runs, step, key)
+    if not found:
+        return "", ""
+    listed = ", ".join(f"{found[seed]:.1f}" if seed in found else "-" for seed in runs)
+    return listed, interval(list(found.values())) if len(found) > 1 else ""
 
 
 def steps_to_rewards() -> list[list[str]]:

@@ -38,11 +38,11 @@ class AlertsConfig(Section):
     xi_p05: Share | Literal["auto"] = Field(
         "auto",
         description=f"Smallest sparse/xi_p05; auto: {XI_P05_UNCORRECTED:g} if nothing corrects the mismatch, else {XI_P05:g}. With "
-        "kv.budget = auto, also the target of sparse/xi_p05_long.",
+        f"kv.budget = auto, also the target of sparse/xi_p05_long, where auto is {XI_P05:g}.",
     )
     rejected: Share = Field(
         0.4,
-        description="Largest sparse/rejection_rate or sparse/wasted_tokens. A rise of the rate by 0.15 starts the alert, too.",
+        description="Largest sparse/rejection_rate or sparse/wasted_tokens. Also starts if the rate is 0.15 above its median over the first ten steps.",
     )
     zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")
     no_verdict: Share = Field(0.1, description="Largest fraction of rollouts without a verdict.")
@@ -53,7 +53,7 @@ class AlertsConfig(Section):
         """Convert None to the string `none`, because TOML has no null and config.toml must store disabled alerts."""
         return "none" if value is None or value in ("null", "None") else value
 
-    def resolved(self, corrected: bool = True) -> Self:
+    def resolved(self, *, corrected: bool) -> Self:
         """Return the limits with a number in place of `xi_p05 = auto`. `corrected` is false if nothing corrects the mismatch."""
         limit = XI_P05 if corrected else XI_P05_UNCORRECTED
         return self.model_copy(update={"xi_p05": limit}) if self.xi_p05 == "auto" else self

@@ -166,7 +166,8 @@ class Config(Section):
     @property
     def limits(self) -> AlertsConfig:
         """Return the limits of the alerts. Methods that learn on the sampler's view have no mismatch to correct."""
-        return self.alerts.resolved(corrected=self.method in SHADOW_METHODS or self.correction_spec.corrects)
+        corrected = self.method in SHADOW_METHODS or self.correction_spec.corrects or self.correction.opsm is not None
+        return self.alerts.resolved(corrected=corrected)
 
     @property
     def refill(self) -> bool:

@@ -69,7 +69,7 @@ class Section(BaseModel):
             each["ctx"]["expected"] for each in others if each["type"] == "literal_error" and each["loc"][0] == first["loc"][0]
         ]
         if words:  # a number or a word, such as auto
-            why = f"{why.split(',')[0]}, or {words[0]}"
+            why = f"{why.split(',')[0]}, or {' or '.join(words)}"
         return f"{key} = {quoted(first['input'])} is invalid: {why}."
 
 

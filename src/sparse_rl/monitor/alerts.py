@@ -30,7 +30,10 @@ class Alert:
 
 
 def check(rows: Sequence[Row], settings: AlertsConfig, kv: KV = FIXED) -> list[Alert]:
-    """Return all alerts of a run, in the order in which they started. The remedies suit the run's cache."""
+    """Return all alerts of a run, in the order in which they started. The remedies suit the run's cache.
+
+    `settings` are `Config.limits`. In a bare section, `auto` stands for the limit of a corrected run.
+    """
     watch = AlertMonitor(settings, kv)
     for row in rows:
         watch.update(row)
@@ -41,7 +44,7 @@ class AlertMonitor:
     """Checks a run row by row. A missing or non-finite value neither starts nor ends an alert."""
 
     def __init__(self, settings: AlertsConfig, kv: KV = FIXED):
-        self.settings, self.kv = settings.resolved(), kv
+        self.settings, self.kv = settings.resolved(corrected=True), kv
         self.alerts: list[Alert] = []
         """All alerts so far, in the order in which they started."""
         self._past = History(deque(maxlen=settings.steps))

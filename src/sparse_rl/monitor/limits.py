@@ -2,7 +2,7 @@
 
 from ..config import AlertsConfig
 
-DEFAULTS = AlertsConfig().resolved()
+DEFAULTS = AlertsConfig().resolved(corrected=True)
 
 
 def limit(alerts: AlertsConfig | None, name: str) -> float:

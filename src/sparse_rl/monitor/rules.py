@@ -19,7 +19,7 @@ EARLY = ("policy/grad_norm", "sparse/rejection_rate")
 EARLY_STEPS = 10
 """Number of first steps."""
 REJECTED_RISE = 0.15
-"""Increase of the rejected share that raises an alert, at any level: the answers outgrow the cache."""
+"""Increase of the rejected share over its usual value that raises an alert below the limit, too."""
 TRUNCATED_RISE = 0.5
 """Increase of the share of truncated rollouts that raises an alert even if the reward has not fallen."""
 REWARD_FALL = float(DEFAULTS.reward)
@@ -184,7 +184,7 @@ def _rejected(now: Row, past: History, limit: float) -> str | None:
     if usual is not None and usual + REJECTED_RISE < rate <= limit:
         return (
             f"sparse/rejection_rate is {rate:.0%}, usually {usual:.0%} in the first {EARLY_STEPS} steps (limit {REJECTED_RISE:.0%} "
-            "more): answers outgrow the cache"
+            "more): the answers may outgrow the cache"
         )
     if max(rate, wasted) <= limit:
         return None

@@ -48,7 +48,7 @@ class AutoBudget:
         self.longest_prompt_ids, self.most_prompt_tokens = longest_prompt_ids, most_prompt_tokens
         self.folder, self.terminal, self.world = folder, terminal, world
         self.spec = config.correction_spec
-        self.targets = Targets.of(config.kv, config.limits, self.spec)
+        self.targets = Targets.of(config.kv, config.alerts, self.spec)
         self.state = BudgetState(engine.kv.kept_tokens)
         self.changes: list[dict[str, Any]] = []
         """Step, budgets before and after, and reason of each change so far."""
