@@ -22,7 +22,7 @@ PANELS = {
 LONG_PANELS = PANELS | {
     "response/mean_tokens": "response tokens",
     "sparse/xi_p05": "5th percentile of ξ",
-    "sparse/xi_p05_long": "the same, late in long answers",
+    "sparse/xi_p05_long": "late in long answers",
 }
 """Panels of the runs with long answers."""
 LOGARITHMIC = ("policy/grad_norm", "sparse/mismatch_k3")
