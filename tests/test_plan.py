@@ -589,6 +589,7 @@ def test_computed_sampling_under_a_cap_takes_about_as_long_as_measured(name):
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("A100-40", "A100 40GB"),
         ("NVIDIA RTX A6000", "A6000"),
         ("l40s", "L40S"),
     ],

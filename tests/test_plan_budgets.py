@@ -125,7 +125,9 @@ def test_the_evidence_is_that_of_the_page():
     first, last, trained, dense = MEASURED_BITS
     assert bits.groups() == (str(trained), str(dense), str(first), str(last))
     runs, dense_runs = long_answers("dense-4bit"), long_answers("dense")
-    rejected = [[100 * row["sparse/rejection_rate"] for run in runs for row in run[part]] for part in (slice(1, 6), slice(16, 21))]
+    rejected = [
+        [100 * row["sparse/rejection_rate"] for run in runs for row in run[part]] for part in (slice(1, 6), slice(16, 21))
+    ]
     assert [round(statistics.mean(part), digits) for part, digits in zip(rejected, (1, 0), strict=True)] == [first, last]
     scores = [[100 * run[20]["eval/test/pass@1"] for run in each] for each in (runs, dense_runs)]
     assert [round(statistics.mean(each), 1) for each in scores] == [trained, dense]

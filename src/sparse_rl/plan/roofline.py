@@ -66,8 +66,9 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """Return a GPU by its short name (`H200`) or by the name the driver reports (`NVIDIA A100-SXM4-40GB`)."""
+    """Return a GPU by its short name (`H200`, `A100-40`) or by the name the driver reports (`NVIDIA A100-SXM4-40GB`)."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    words |= {f"{word}gb" for word in words if word.isdigit()}
     named = [gpu for key, gpu in GPUS.items() if words.issuperset(key.split())]
     if named:
         return max(named, key=lambda gpu: len(gpu.name))
