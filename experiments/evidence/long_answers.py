@@ -19,8 +19,8 @@ ARMS = {
     "dense-4bit": "all keys, 4 bits",
     "streaming-protected-8bit": "prompt and last 512 tokens, 8 bits",
     "best": "TriAttention, budget auto, 8 bits",
-    "paper": "R-KV 1,024 with the question evictable, corrected",
-    "naive": "R-KV 1,024 with the question evictable, uncorrected",
+    "paper": "R-KV 1,024, prompt evictable, corrected",
+    "naive": "R-KV 1,024, prompt evictable, uncorrected",
 }
 UNREJECTED = (ARMS["dense"], ARMS["naive"])
 """Arms that reject no rollouts."""

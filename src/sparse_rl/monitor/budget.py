@@ -61,10 +61,12 @@ class Targets:
 
     @classmethod
     def of(cls, kv: KV, alerts: AlertsConfig, spec: CorrectionSpec) -> Self:
-        """Return the targets that a run with these options holds."""
-        tail = alerts.resolved(
-            corrected=True
-        ).xi_p05  # the higher limit was measured on `xi_p05`, which is above the long tail
+        """Return the targets that a run with these options holds.
+
+        `alerts.xi_p05 = auto` always stands for the lower limit: the higher one was measured over all tokens, and late in long
+        responses the percentile is lower.
+        """
+        tail = alerts.resolved(corrected=True).xi_p05
         return cls(kv.target_rejected, tail if isinstance(tail, float) else 0.0, spec.judged)
 
     def met_by(self, figures: Figures) -> bool:
